@@ -186,7 +186,7 @@ MUTANTS = [
     Mutant("layers/second_derivative.py", "if torch.is_grad_enabled():", "if False:", "layers/test_linear.py"),
     Mutant("observe/unchanged_state.py", "slot.amax_history.zero_()", "pass", T_GUARD),
     Mutant("observe/guard/schedule.py", "sum(self._bad) < 2", "sum(self._bad) < 3", T_GUARD),
-    Mutant("observe/guard/search.py", "ask=bool(of_second)", "ask=True", T_GUARD),
+    Mutant("observe/guard/guard.py", "ask=bool(of_second)", "ask=True", T_GUARD),
     Mutant("observe/guard/guard.py", "self._healthy + 1 if well else 0", "self._healthy + 1", T_GUARD),
     Mutant("observe/gradient_sample.py", "(numel / max(len(b), 1))", "1.0", T_PROBE),
     Mutant("observe/gradient_sample.py", "math.sqrt(max(own, floor * numel))", "math.sqrt(own)", T_PROBE),

@@ -59,7 +59,7 @@ def collect() -> dict[str, Any]:
         * ``attention``: whether FP8 attention trains, one entry per device, recipe, ``backend`` (Transformer Engine's or native)
           and ``case`` (head size and mask): ``device``, ``recipe``, ``backend``, ``case``, ``ok``, ``reason``, ``remedy``.
     """
-    devices, cudnn = _devices(), torch.backends.cudnn.version()
+    devices, cudnn, library = _devices(), torch.backends.cudnn.version(), load_library()
     stack: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
@@ -77,7 +77,9 @@ def collect() -> dict[str, Any]:
         "platform": stack,
         "untested": {key: text for key, text in said.items() if text},
         "devices": devices,
-        "transformer_engine": _transformer_engine(),
+        "transformer_engine": {"version": installed_version(), "ok": False, **dataclasses.asdict(library)}
+        if isinstance(library, ImportProblem)
+        else {"version": library.version, "ok": True, "reason": "", "remedy": ""},
         "support": [entry for device in devices for entry in _support(device["device"])],
         "attention": [entry for device in devices for entry in _attention(torch.device(device["device"]))],
     }
@@ -103,13 +105,6 @@ def _devices() -> list[dict[str, Any]]:
         )
         kind["count"] += 1
     return list(kinds.values())
-
-
-def _transformer_engine() -> dict[str, Any]:
-    library = load_library()
-    if isinstance(library, ImportProblem):
-        return {"version": installed_version(), "ok": False, **dataclasses.asdict(library)}
-    return {"version": library.version, "ok": True, "reason": "", "remedy": ""}
 
 
 def _support(device_name: str) -> list[dict[str, Any]]:

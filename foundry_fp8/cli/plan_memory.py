@@ -109,8 +109,18 @@ def plan_yaml(
         check_choice("--sharding", sharding, SHARDINGS)
     run = run_of(config, world_size or PER_NODE, sharding)
     limit, kinds, offload = _wanted(run, budget, compression, gpu if world_size is not None else None)
-    microbatch = _sequences(config, microbatch)
-    device = _device(device, world_size is not None)
+    if microbatch is None:
+        microbatch = config.get("device_train_microbatch_size")
+        if not isinstance(microbatch, int):
+            raise ConfigError(
+                f"device_train_microbatch_size: {microbatch!r} is not a number; give --microbatch."
+            )
+    microbatch = accept(Positive, microbatch, "--microbatch")
+    if world_size is not None and device not in ("", "fake"):
+        raise ConfigError(f"--device: {device!r} with --world-size. A cluster is planned with fake alone.")
+    own = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "fake" if world_size is not None else device or own
+    check_choice("--device", device, ("cpu", "cuda", "fake"))
     dry = device == "fake"
     where = torch.device("cpu" if dry else device)
     stand_in = device != "cuda" and without_flash(config)
@@ -154,7 +164,9 @@ def _wanted(run: Run, budget: str | None, compression: str | None, gpu: str | No
     from foundry_fp8.activations.checkpointing.apply import ActivationCheckpointingConfig, PlannedCompression
 
     own = run.activation_checkpointing or ActivationCheckpointingConfig()
-    limit = _budget(budget) if budget is not None else own.budget
+    limit: float | str | None = own.budget if budget is None else budget
+    with contextlib.suppress(ValueError, TypeError):
+        limit = float(limit)  # type: ignore[arg-type]
     if limit is None and gpu is not None:
         limit = limit_of(gpu)
     if limit is None:
@@ -168,24 +180,6 @@ def _wanted(run: Run, budget: str | None, compression: str | None, gpu: str | No
     kinds: Any = own.compression if compression is None else compression
     check_choice("--compression", kinds, get_args(PlannedCompression))
     return limit, kinds, own.offload
-
-
-def _sequences(config: dict[str, Any], microbatch: int | None) -> int:
-    if microbatch is None:
-        microbatch = config.get("device_train_microbatch_size")
-        if not isinstance(microbatch, int):
-            raise ConfigError(
-                f"device_train_microbatch_size: {microbatch!r} is not a number; give --microbatch."
-            )
-    return accept(Positive, microbatch, "--microbatch")
-
-
-def _device(device: str, on_cluster: bool) -> str:
-    if on_cluster and device not in ("", "fake"):
-        raise ConfigError(f"--device: {device!r} with --world-size. A cluster is planned with fake alone.")
-    device = "fake" if on_cluster else device or ("cuda" if torch.cuda.is_available() else "cpu")
-    check_choice("--device", device, ("cpu", "cuda", "fake"))
-    return device
 
 
 @contextlib.contextmanager
@@ -233,13 +227,6 @@ def without_flash(config: dict[str, Any]) -> bool:
         config["model"] = {**model, "use_flash_attention_2": False}
         return True
     return False
-
-
-def _budget(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def convert(model: Any, run: Run, tokens: int, device: torch.device) -> None:

@@ -51,13 +51,12 @@ class Probed:
         return [layer for layer in self.layers if not self.errors[layer][self.recipe] < self.limit]
 
 
-def probe_run(yaml: Path, load: Path | None = None, rows: int = 2, *, trust: bool = False) -> Probed:
+def probe_run(yaml: Path, load: Path | None = None, *, trust: bool = False) -> Probed:
     """Build the model and one batch of a YAML, convert it, and measure each block in each recipe that its backend runs.
 
     Args:
         yaml: An LLM Foundry training YAML with ``algorithms.fp8`` and ``train_loader``.
         load: A whole checkpoint of Composer, whose weights are used; otherwise they are fresh ones.
-        rows: Sequences of the batch.
         trust: See :func:`read_yaml`; of the checkpoint too.
 
     Raises:
@@ -68,7 +67,7 @@ def probe_run(yaml: Path, load: Path | None = None, rows: int = 2, *, trust: boo
 
     config = read_yaml(yaml, trust=trust)
     fp8 = fp8_config(config)
-    model, batch, loss_of = model_and_batch(config, load, rows, "--probe", trust=trust)
+    model, batch, loss_of = model_and_batch(config, load, 2, "--probe", trust=trust)
     foundry_fp8.apply_fp8(model, **fp8.given)
     for _, state in FP8State.each(model):
         state.turn_to(lambda turn: turn.recipe is not None, torch.device("cpu"))

@@ -63,6 +63,7 @@ def check_run(path: Path, hardware: Hardware, *, trust: bool = False) -> list[Fi
 
 def _parts(config: Mapping[str, Any]) -> tuple[list[Finding], dict[str, dict[str, Any]]]:
     """Every algorithm, callback and logger, built as LLM Foundry builds it; of each section the options of what can be built."""
+    from llmfoundry import registry
     from llmfoundry.utils.builders import build_algorithm, build_callback, build_logger
 
     builders: tuple[tuple[str, Callable[[str, Any], Any]], ...] = (
@@ -74,6 +75,7 @@ def _parts(config: Mapping[str, Any]) -> tuple[list[Finding], dict[str, dict[str
     options: dict[str, dict[str, Any]] = {}
     for section, build in builders:
         built = options[section] = {}
+        names = {name for kind in (section, f"{section}_with_config") if hasattr(registry, kind) for name in getattr(registry, kind).get_all()}  # fmt: skip
         for name, kwargs in (config.get(section) or {}).items():
             if section == "loggers" and name in ("wandb", "mlflow", "tensorboard", "neptune", "cometml"):
                 if importlib.util.find_spec(name) is None:
@@ -81,7 +83,7 @@ def _parts(config: Mapping[str, Any]) -> tuple[list[Finding], dict[str, dict[str
                 else:
                     built[name] = kwargs
                 continue  # building one would start it
-            if name not in (names := _registered(section)):
+            if name not in names:
                 said = f"{name!r} is none of LLM Foundry's {section}, nor of this package's."
                 found.append(Finding(section, "error", f"{said}{nearest(name, names)}"))
                 continue
@@ -93,12 +95,6 @@ def _parts(config: Mapping[str, Any]) -> tuple[list[Finding], dict[str, dict[str
         if built:
             found.append(Finding(section, "ok", ", ".join(built)))
     return found, options
-
-
-def _registered(section: str) -> set[str]:
-    from llmfoundry import registry
-
-    return {name for kind in (section, f"{section}_with_config") if hasattr(registry, kind) for name in getattr(registry, kind).get_all()}  # fmt: skip
 
 
 def _unknown_keys(config: Mapping[str, Any]) -> list[Finding]:

@@ -12,10 +12,9 @@ A bool is no number, a string is no list, and NaN, infinity and what float32 can
 the YAML key and says what is allowed there.
 """
 
-from foundry_fp8.config import check, clash, errors, rules
+from foundry_fp8.config import check, errors, rules
 from foundry_fp8.config.check import *  # noqa: F403 - what each of these modules says is public
-from foundry_fp8.config.clash import *  # noqa: F403
 from foundry_fp8.config.errors import *  # noqa: F403
 from foundry_fp8.config.rules import *  # noqa: F403
 
-__all__ = [*check.__all__, *clash.__all__, *errors.__all__, *rules.__all__]
+__all__ = [*check.__all__, *errors.__all__, *rules.__all__]

@@ -66,10 +66,8 @@ def corpus_digest(documents: Iterable[Document]) -> str:
     return digest.hexdigest()
 
 
-def split_documents(
-    documents: Sequence[Document], eval_one_in: int = 20
-) -> tuple[list[Document], list[Document]]:
-    """Split into train and eval documents, one in ``eval_one_in`` (by a hash of the name) going to eval.
+def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    """Split into train and eval documents, one in 20 (by a hash of the name) going to eval.
 
     A hash of the name, not a position, so that a file added to the library moves no other file.
     """
@@ -77,5 +75,5 @@ def split_documents(
     held_out: list[Document] = []
     for document in documents:
         bucket = int.from_bytes(hashlib.sha256(document.name.encode("utf-8")).digest()[:4], "little")
-        (held_out if bucket % eval_one_in == 0 else train).append(document)
+        (held_out if bucket % 20 == 0 else train).append(document)
     return train, held_out

@@ -16,7 +16,15 @@ from foundry_fp8.compat.checkpoint_form import checkpoint_form
 from foundry_fp8.compat.wrapper_tensor import packed_state
 from foundry_fp8.config import ConfigError, check_arguments
 from foundry_fp8.config.files import TEMPORARY, move_into, refuse_files
-from foundry_fp8.export.layout import ServedLinear, check_experts, check_recipe, recipe_run_by, stored
+from foundry_fp8.export.layout import (
+    FUSED,
+    ServedLinear,
+    check_experts,
+    check_recipe,
+    fused_amaxes,
+    recipe_run_by,
+    stored,
+)
 from foundry_fp8.export.quantization_config import check_library, finegrained_config, quantization_config
 from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
@@ -36,7 +44,7 @@ class ExportReport:
     """What was written.
 
     Attributes:
-        layers: The quantised linears by name, without their weights.
+        layers: The quantised linears by name, without their weights; ``moved`` is how far from training's, as a share of the norm.
         recipe: That they were trained with.
         dtype: Of everything else.
         share: Of the parameters, the part that is in them.
@@ -53,7 +61,9 @@ class ExportReport:
 
     def summary(self) -> str:
         """A few lines, the error among them."""
-        if self.recipe.scales_known and not self.recipe.uses_history:
+        if self.recipe.element_bits == 4:
+            error = "weights as training multiplied them; inputs stay in high precision, which training had in nvfp4"
+        elif self.recipe.scales_known and not self.recipe.uses_history:
             error = "the numbers that training multiplied, bit for bit"
         elif self.recipe.by_direction and not self.recipe.by_row:
             error = "weights and the blocks of inputs as training multiplied them"
@@ -63,9 +73,17 @@ class ExportReport:
             error = f"weights as training multiplied them; {inputs}, {'as' if same else 'otherwise than'} training did"
         else:
             error = "the numbers that training multiplied; inputs by the scales of the last step, up to a rounding of the scale"
-        worst = max(self.layers, key=lambda name: self.layers[name]["rounding"] or 0.0)
+        worst, far = (
+            max(self.layers, key=lambda name: self.layers[name][by] or 0.0) for by in ("rounding", "moved")
+        )
+        if self.layers[far]["moved"]:
+            error += (
+                "\nq, k and v, and gate and up, have one global scale, as vLLM takes it: their blocks' scales were rounded once more, by at "
+                f"most {self.layers[far]['moved']:.2%} of a weight's norm ({far})"
+            )
+        form = "nvfp4 (E2M1)" if self.recipe.element_bits == 4 else "float8_e4m3fn"
         return (
-            f"{len(self.layers)} linears ({self.share:.1%} of the parameters) in float8_e4m3fn, the rest in "
+            f"{len(self.layers)} linears ({self.share:.1%} of the parameters) in {form}, the rest in "
             f"{str(self.dtype).removeprefix('torch.')}; {self.bytes / 2**20:,.1f} MiB\n"
             f"{self.recipe.name}: {error}\n"
             f"weights are at most {self.layers[worst]['rounding']:.2%} of their norm from those in high precision ({worst})"
@@ -85,8 +103,8 @@ def export_fp8(
     """Write a converted Hugging Face model in an FP8 layout that vLLM and transformers read.
 
     The folder gets config.json with a ``quantization_config``, safetensors with ``weight`` (float8_e4m3fn), ``weight_scale`` and, where
-    it is static, ``input_scale`` of each converted linear, and everything else in ``dtype``. Weights that keep published codes are written
-    as they were read. The model stays as it is.
+    it is static, ``input_scale`` of each converted linear (of nvfp4 ``weight_packed``, ``weight_scale``, ``weight_global_scale``), and
+    everything else in ``dtype``. Weights that keep published codes are written as they were read. The model stays as it is.
 
     Args:
         model: Converted by ``apply_fp8``, or read by ``load_fp8``; a ``PreTrainedModel``, or what holds one (LLM Foundry's models). Whole:
@@ -111,6 +129,71 @@ def export_fp8(
     inner = _pretrained(model)
     state: dict[str, Any] = _whole_state(inner)
     owners = {clean_name(n): m for n, m in inner.named_modules(remove_duplicate=False)}
+    layers, rest, recipe = _what_ran(state, owners)
+    check_recipe(recipe, layout)
+    for key, layer in layers.items():
+        check_experts(inner, key, state[key], layer, recipe)
+    quantised, others_of = (_linear_names(inner, state, keys) for keys in (layers, rest))
+    _check_fused(quantised, others_of)
+    config = _serving_config(inner, layers.values())
+    published = {state[key].scale.dtype for key in layers if isinstance(state[key], FrozenFP8Weight)}
+    e8m0 = torch.float8_e8m0fnu in {recipe.scaling("w", 1).scale_dtype, *published}
+    if layout == "fp8":
+        config.quantization_config = finegrained_config(others_of, recipe, e8m0)
+    else:
+        config.quantization_config = quantization_config(quantised, others_of, recipe)
+    hp = getattr(torch, dtype)
+    served: dict[str, ServedLinear] = {}
+    tensors: dict[str, Tensor] = {}
+    amaxes = fused_amaxes(owners)
+    # A router's bias, which servers read in float32.
+    buffers = {clean_name(name) for name, _ in inner.named_buffers()}
+    others: dict[int, Tensor] = {}  # by address, so that what is tied stays so
+    for key, tensor in state.items():
+        if key in layers:
+            amax = amaxes.get(key.removesuffix(".weight"))
+            for name, linear in stored(inner, key, layers[key], tensor, recipe, hp, "cpu", amax):
+                scale = linear.weight_scale.to(torch.float8_e8m0fnu) if e8m0 else linear.weight_scale
+                linear = dataclasses.replace(linear, weight_scale=scale)
+                name = name.removesuffix("weight")
+                served[name[:-1]] = linear
+                tensors |= {name + part: found for part, found in linear.tensors(layout).items()}
+        else:
+            as_is = not tensor.is_floating_point() or key in buffers
+            kept = tensor.to("cpu", tensor.dtype if as_is else hp)
+            kept = others.setdefault(tensor.data_ptr(), kept) if tensor.numel() else kept
+            parts = checkpoint_form(inner, {key: kept}).items()
+            tensors |= {name: part if part.shape == kept.shape else part.clone() for name, part in parts}
+    for key in layers:
+        if state[key].data_ptr() in others:
+            raise ConfigError(
+                f"export: {key.removesuffix('.weight')} shares its weight with a layer in high precision (tied embeddings), and one tensor cannot be both. "
+                "Train with tie_word_embeddings: false, or leave it out of FP8."
+            )
+    config.torch_dtype, config.use_cache = hp, True  # training keeps no cache
+    _write(inner, config, tensors, Path(folder), tokenizer)
+    elements = sum(layer.weight.numel() for layer in served.values())
+    plain = sum(t.numel() for name, t in tensors.items() if name.rpartition(".")[0] not in served)
+    return ExportReport(
+        layers={
+            name: {
+                "weight_scale": float(layer.weight_scale.float().max()),
+                "input_scale": None if layer.input_scale is None else float(layer.input_scale),
+                "rounding": layer.rounding,
+                "moved": layer.moved,
+            }
+            for name, layer in served.items()
+        },
+        recipe=recipe,
+        dtype=hp,
+        share=elements / (elements + plain),
+        reader=NO_READER.format(config.model_type) * (not type(inner).__module__.startswith("transformers.")),
+        bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
+    )
+
+
+def _what_ran(state: dict[str, Any], owners: dict[str, Any]) -> tuple[dict[str, Any], list[str], Recipe]:
+    """The layers whose weights the state holds, by its keys; the other keys, tables of embeddings left out; and the recipe of those layers."""
     # What a layer runs: one that the guard took out of FP8 is served in high precision.
     layers: dict[str, Any] = {}
     rest, recipes = [], []
@@ -138,80 +221,17 @@ def export_fp8(
             f"export: the layers run {1 + len(more)} recipes ({', '.join(r.name for r in (recipe, *more))}), and the layout has one "
             "for all of them. Serve the checkpoint in high precision; it is that of the BF16 model."
         )
-    check_recipe(recipe, layout)
-    for key, layer in layers.items():
-        check_experts(inner, key, state[key], layer, recipe)
-    of_meta = (
-        {key: torch.empty(state[key].shape, dtype=state[key].dtype, device="meta") for key in keys}
-        for keys in (layers, rest)
-    )
-    quantised, others_of = (
-        [
-            name.removesuffix(".weight")
-            for name, t in checkpoint_form(inner, keys).items()
-            if name.endswith(".weight") and t.dim() == 2
-        ]
-        for keys in of_meta
-    )
-    _check_fused(quantised, others_of)
-    config = _serving_config(inner, layers.values())
-    block: Any = getattr(recipe.scaling("w", 1), "block", None)
-    published = {state[key].scale.dtype for key in layers if isinstance(state[key], FrozenFP8Weight)}
-    e8m0 = torch.float8_e8m0fnu in {recipe.scaling("w", 1).scale_dtype, *published}
-    if layout == "fp8":
-        config.quantization_config = finegrained_config(others_of, block=block, e8m0=e8m0)
-    else:
-        config.quantization_config = quantization_config(
-            quantised, others_of, static=recipe.scales_known, by_row=recipe.by_row, block=block
-        )
-    hp = getattr(torch, dtype)
-    served: dict[str, ServedLinear] = {}
-    tensors: dict[str, Tensor] = {}
-    # A router's bias, which servers read in float32.
-    buffers = {clean_name(name) for name, _ in inner.named_buffers()}
-    others: dict[int, Tensor] = {}  # by address, so that what is tied stays so
-    scale_name = "weight_scale_inv" if layout == "fp8" else "weight_scale"
-    for key, tensor in state.items():
-        if key in layers:
-            for name, linear in stored(inner, key, layers[key], tensor, recipe, hp, "cpu"):
-                name = name.removesuffix(".weight")
-                served[name] = linear
-                scale = linear.weight_scale.to(torch.float8_e8m0fnu) if e8m0 else linear.weight_scale
-                tensors[f"{name}.weight"], tensors[f"{name}.{scale_name}"] = linear.weight, scale
-                if linear.input_scale is not None:
-                    tensors[f"{name}.input_scale"] = linear.input_scale
-        else:
-            as_is = not tensor.is_floating_point() or key in buffers
-            kept = tensor.to("cpu", tensor.dtype if as_is else hp)
-            kept = others.setdefault(tensor.data_ptr(), kept) if tensor.numel() else kept
-            parts = checkpoint_form(inner, {key: kept}).items()
-            tensors |= {name: part if part.shape == kept.shape else part.clone() for name, part in parts}
-    for key in layers:
-        if state[key].data_ptr() in others:
-            raise ConfigError(
-                f"export: {key.removesuffix('.weight')} shares its weight with a layer in high precision (tied embeddings), and one tensor cannot be both. "
-                "Train with tie_word_embeddings: false, or leave it out of FP8."
-            )
-    config.torch_dtype, config.use_cache = hp, True  # training keeps no cache
-    _write(inner, config, tensors, Path(folder), tokenizer)
-    elements = sum(layer.weight.numel() for layer in served.values())
-    return ExportReport(
-        layers={name: _facts(layer) for name, layer in served.items()},
-        recipe=recipe,
-        dtype=hp,
-        share=elements / sum(t.numel() for n, t in tensors.items() if not n.endswith(("_scale", "_inv"))),
-        reader=NO_READER.format(config.model_type) * (not type(inner).__module__.startswith("transformers.")),
-        bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
-    )
+    return layers, rest, recipe
 
 
-def _facts(layer: ServedLinear) -> dict[str, float | None]:
-    input_scale = None if layer.input_scale is None else float(layer.input_scale)
-    return {
-        "weight_scale": float(layer.weight_scale.float().max()),
-        "input_scale": input_scale,
-        "rounding": layer.rounding,
-    }
+def _linear_names(model: Any, state: dict[str, Any], keys: Iterable[str]) -> list[str]:
+    """A checkpoint's names of the matrices among ``keys``."""
+    of_meta = {key: torch.empty(state[key].shape, dtype=state[key].dtype, device="meta") for key in keys}
+    return [
+        name.removesuffix(".weight")
+        for name, t in checkpoint_form(model, of_meta).items()
+        if name.endswith(".weight") and t.dim() == 2
+    ]
 
 
 def _pretrained(model: nn.Module) -> Any:
@@ -256,15 +276,6 @@ def _whole_state(model: Any) -> dict[str, Tensor]:
                 "(foundry-fp8 export), or load the gathered state (get_model_state_dict, full_state_dict=True) into a converted copy."
             )
     return {name: tensor.detach() for name, tensor in state.items()}
-
-
-FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
-"""Linears of one module that vLLM runs as one, all in FP8 or none."""
 
 
 def _check_fused(layers: Collection[str], others: Collection[str]) -> None:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+from foundry_fp8.export.layout import stored_block
+from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.surgery.report import kind_of
 
 __all__ = ["check_library", "finegrained_config", "quantization_config"]
@@ -20,22 +22,14 @@ def check_library() -> None:
         )
 
 
-def quantization_config(
-    layers: Collection[str],
-    others: Collection[str],
-    *,
-    static: bool,
-    by_row: bool = False,
-    block: tuple[int, int] | None = None,
-) -> dict[str, Any]:
-    """FP8 weights with one static scale, one a row or a block, and inputs with a static scale or none, in the format ``float-quantized``.
+def quantization_config(layers: Collection[str], others: Collection[str], recipe: Recipe) -> dict[str, Any]:
+    """FP8 weights with one static scale, one a row or a block, and inputs with a static scale or none, in the format ``float-quantized``; or
+    NVFP4 weights beside inputs in high precision, in ``nvfp4-pack-quantized``.
 
     Args:
         layers: Names of the quantised linears.
         others: Names of the linears that stay in high precision.
-        by_row: Weights have a scale a row, and the server takes one for each token.
-        block: Weights have a scale for each of these rows and columns, and the server takes one for as many of a token's elements.
-        static: Whether the inputs' scales are in the checkpoint; otherwise the server takes them from each input.
+        recipe: What they were trained with. Where it does not know scales before an input, the server takes them from each.
 
     Returns:
         Plain values.
@@ -46,8 +40,14 @@ def quantization_config(
     Source:
         https://github.com/vllm-project/compressed-tensors, its ``QuantizationConfig``.
     """
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        preset_name_to_scheme,
+    )
 
+    by_row, block = recipe.by_row, stored_block(recipe)
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
     of_weights = {"strategy": "channel" if by_row else "tensor"}
     of_inputs: dict[str, Any] = {"strategy": "token" if by_row else "tensor"}
@@ -58,10 +58,14 @@ def quantization_config(
     names = {"re:" + re.escape(kind_of(name)).replace(r"\*", r"\d+") + "$" for name in layers}
     targets = ["Linear", *sorted(names)]
     try:
-        scheme = QuantizationScheme(
-            targets=targets,
-            weights=QuantizationArgs(**fp8, **of_weights, dynamic=False),
-            input_activations=QuantizationArgs(**fp8, **of_inputs, dynamic=not static),
+        scheme = (
+            preset_name_to_scheme("NVFP4A16", targets)
+            if recipe.element_bits == 4
+            else QuantizationScheme(
+                targets=targets,
+                weights=QuantizationArgs(**fp8, **of_weights, dynamic=False),
+                input_activations=QuantizationArgs(**fp8, **of_inputs, dynamic=not recipe.scales_known),
+            )
         )
     except ValueError as error:
         raise RuntimeError(
@@ -69,7 +73,7 @@ def quantization_config(
         ) from error
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
-        format="float-quantized",
+        format="nvfp4-pack-quantized" if recipe.element_bits == 4 else "float-quantized",
         quantization_status="compressed",
         ignore=sorted(others),
     )
@@ -77,8 +81,8 @@ def quantization_config(
     return found
 
 
-def finegrained_config(others: Collection[str], *, block: tuple[int, int], e8m0: bool) -> dict[str, Any]:
-    """The same for FineGrainedFP8 (DeepSeek-V3's and Qwen3's layout): a scale a block, inputs by 1 x ``block[1]`` as they come.
+def finegrained_config(others: Collection[str], recipe: Recipe, e8m0: bool) -> dict[str, Any]:
+    """The same for FineGrainedFP8 (DeepSeek-V3's and Qwen3's layout): a scale a block, inputs by as many of a token's elements as they come.
 
     Source:
         transformers 5.24, ``FineGrainedFP8Config``.
@@ -87,7 +91,7 @@ def finegrained_config(others: Collection[str], *, block: tuple[int, int], e8m0:
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": list(block),
+        "weight_block_size": list(stored_block(recipe) or ()),
         "modules_to_not_convert": sorted(others),
         **({"scale_fmt": "ue8m0"} if e8m0 else {}),
     }

@@ -223,28 +223,15 @@ class FP8DotProductAttention(nn.Module):
             return self.backend.attend(self, given)
         state = next(iter(self.slots.values())).state
         state.begin_layer(q.device, trains=self.training and torch.is_grad_enabled())
+        rows, keys, d = q.shape[0] * q.shape[1] * q.shape[2], k.shape[2], q.shape[3]
         # Counted before it runs: a recompute stops inside it, once it has what the backward needs.
-        self._record_forward(q, k)
-        out = self.backend.attend(self, given)
-        self._record_backward(q, k, out)
-        return out
-
-    def _record_forward(self, q: Tensor, k: Tensor) -> None:
-        rows, keys, d = q.shape[0] * q.shape[1] * q.shape[2], k.shape[2], q.shape[3]
-        recompute = inside_backward()
         for n, inner in ((keys, d), (d, keys)):  # P, O
-            self.ledger.record("fprop", rows, n, inner, "fp8", recompute=recompute)
-
-    def _record_backward(self, q: Tensor, k: Tensor, out: Tensor) -> None:
-        if not out.requires_grad:
-            return
-        rows, keys, d = q.shape[0] * q.shape[1] * q.shape[2], k.shape[2], q.shape[3]
-
-        state = next(iter(self.slots.values())).state
+            self.ledger.record("fprop", rows, n, inner, "fp8", recompute=inside_backward())
+        out = self.backend.attend(self, given)
         forward = state.in_force()
         of_scores: Precision = "fp8" if self.grad_scores == "fp8" else "bf16"
 
-        def record(_: Tensor) -> None:
+        def record_backward(_: Tensor) -> None:
             refuse_second_derivative(self.fqn)
             state.begin_backward(forward)
             for n, inner in ((keys, d), (d, keys)):  # dS, dV
@@ -252,7 +239,9 @@ class FP8DotProductAttention(nn.Module):
             for _name in ("dQ", "dK"):
                 self.ledger.record("dgrad", rows, d, keys, of_scores)
 
-        out.register_hook(record)
+        if out.requires_grad:
+            out.register_hook(record_backward)
+        return out
 
     def extra_repr(self) -> str:
         """What it runs."""

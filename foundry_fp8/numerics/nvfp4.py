@@ -24,7 +24,7 @@ from foundry_fp8.numerics.formats import E4M3, Float8Format, cast
 from foundry_fp8.numerics.quantize import FLOAT32_MAX, Quantized
 from foundry_fp8.numerics.scalings import Scaling
 
-__all__ = ["BLOCK", "E2M1", "NVFP4Blocks", "hadamard", "pack_codes", "round_e2m1", "unpack_codes"]
+__all__ = ["BLOCK", "E2M1", "NVFP4Blocks", "hadamard", "nvfp4_scales", "pack_codes", "unpack_codes"]
 
 BLOCK = 16
 """Elements that share a scale, and that a Hadamard transform mixes."""
@@ -44,14 +44,15 @@ class NVFP4Blocks(Scaling):
 
     Attributes:
         block: Rows and columns that share a scale.
-        hadamard: Transform columns first (:func:`hadamard`). Both operands of a GEMM are, so that their product stays what it is.
+        transforms: Transform columns first (:func:`hadamard`). Both operands of a GEMM are, so that their product stays what it is.
         stochastic: Round at random, without bias, in place of to nearest even.
         number: Of the pass, by which random numbers differ.
     """
 
     kind = "nvfp4"
+    scale_dtype = E4M3.dtype
     block: tuple[int, int]
-    hadamard: bool = False
+    transforms: bool = False
     stochastic: bool = False
     number: int = 0
 
@@ -59,21 +60,16 @@ class NVFP4Blocks(Scaling):
         """See :meth:`Scaling.of_pass`."""
         return dataclasses.replace(self, number=number) if self.stochastic else self
 
-    @property
-    def transforms(self) -> bool:
-        """See :attr:`Scaling.transforms`."""
-        return self.hadamard
-
     def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
         """See :meth:`Scaling.quantize`. A transformed ``x`` has its rows filled up to whole blocks."""
-        wide = (hadamard(x) if self.hadamard else x).float()
+        wide = (hadamard(x) if self.transforms else x).float()
         (rows, columns), (high, broad) = wide.shape, self.block
         if rows % high or columns % broad:
             wide = torch.nn.functional.pad(wide, (0, -columns % broad, 0, -rows % high))
         tiles = wide.unflatten(1, (-1, broad)).unflatten(0, (-1, high))
         amax = tiles.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax((1, 3))
-        stored, decode = _scales(amax)
-        scale_inv = stored.float() * decode
+        stored, encode = nvfp4_scales(amax)
+        scale_inv = stored.float() * encode.reciprocal()
         factor = scale_inv.reciprocal().clamp_(max=FLOAT32_MAX)
         scaled = (tiles * factor[:, None, :, None]).clamp_(-fmt.max, fmt.max)
         scale_inv = scale_inv.masked_fill(scaled.amax((1, 3)).isnan(), torch.nan)
@@ -84,9 +80,9 @@ class NVFP4Blocks(Scaling):
 
     def pack(self, q: Quantized) -> tuple[Tensor, Tensor]:
         """4.5 bits an element: two codes a byte, a byte a scale; the tensor's scale is the last four."""
-        stored, decode = _scales(q.amax)
+        stored, encode = nvfp4_scales(q.amax)
         stored = stored.view(torch.uint8).masked_fill(q.gemm_scale.isnan(), 0x7F)  # E4M3's NaN
-        scales = torch.cat((stored.flatten(), decode.view(1).view(torch.uint8)))
+        scales = torch.cat((stored.flatten(), encode.reciprocal().view(1).view(torch.uint8)))
         return pack_codes(q.data), scales
 
     def unpack(self, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,13 +92,13 @@ class NVFP4Blocks(Scaling):
         return codes, (stored.float() * decode).view(-1, -(-codes.shape[1] // self.block[1]))
 
 
-def _scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """The blocks' E4M3 scales from their amaxes, and ``1 / encode``, 0-d float32, of their tensor."""
+def nvfp4_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """The blocks' E4M3 scales from their amaxes, and ``encode``, 0-d float32, of their tensor."""
     largest = amax.max() if amax.numel() else amax.new_zeros(())
     encode = torch.div(torch.full_like(largest, E2M1.max * E4M3.max), largest).clamp_(max=FLOAT32_MAX)
     encode = encode.masked_fill((largest == 0) | (encode == 0), 1.0)
     sixth = torch.full_like(encode, 1 / E2M1.max)
-    return cast(amax * (encode * sixth), E4M3), encode.reciprocal()
+    return cast(amax * (encode * sixth), E4M3), encode
 
 
 def round_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:

@@ -116,7 +116,7 @@ class Recipe(Config):
     @property
     def powers_of_two(self) -> bool:
         """Whether every scale is a power of two."""
-        return self.scaling("w", 1).keeps_codes
+        return getattr(self, "power_2_scales", False)
 
     def accumulates_fast(self, gemm: Gemm) -> bool:
         """Whether Hopper and Ada GPUs may add up all of this product in the tensor cores' own short accumulator."""
@@ -182,7 +182,6 @@ class DelayedScaling(TensorwiseRecipe):
     name: ClassVar[str] = "delayed"
     uses_history: ClassVar[bool] = True
     kind: ClassVar[str] = "tensor"
-    powers_of_two = False
 
     margin: Annotated[Natural, at_most(16)] = 0
     """The scale is divided by ``2 ** margin``: head room for an amax that grows. At 16 an amax is among E4M3's subnormals."""
@@ -234,11 +233,6 @@ class CurrentScaling(TensorwiseRecipe):
         """See :attr:`Recipe.kind`."""
         return self.granularity
 
-    @property
-    def powers_of_two(self) -> bool:
-        """See :attr:`Recipe.powers_of_two`."""
-        return self.power_2_scales
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockScaling(Recipe):
@@ -259,11 +253,6 @@ class BlockScaling(Recipe):
         size = self.block_size
         block = (size, size) if operand == "w" else (1, size) if along == 1 else (size, 1)
         return Blocks(block, self.power_2_scales)
-
-    @property
-    def powers_of_two(self) -> bool:
-        """See :attr:`Recipe.powers_of_two`."""
-        return self.power_2_scales
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,8 @@ class Scaling(abc.ABC):
     """Whether an amax is taken, in which Inf would show."""
     scale_dtype: ClassVar[torch.dtype] = torch.float32
     """Of the scales in a file."""
+    transforms = False
+    """Whether what it makes stands for a transform of what it was given."""
 
     @abc.abstractmethod
     def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
@@ -52,12 +54,7 @@ class Scaling(abc.ABC):
     @property
     def keeps_codes(self) -> bool:
         """Whether what it made is quantised to itself: its scales are powers of two."""
-        return False
-
-    @property
-    def transforms(self) -> bool:
-        """Whether what it makes stands for a transform of what it was given."""
-        return False
+        return getattr(self, "power_2", False)
 
     def of_pass(self, number: int) -> Scaling:
         """As it is in the pass of that ``number``; another one where it rounds at random."""
@@ -92,17 +89,13 @@ class OneScale(Scaling):
         amax = amax_of(x)
         return quantize_tensor(x, self.scale(amax, fmt, scale), fmt, amax)
 
-    @property
-    def keeps_codes(self) -> bool:
-        """See :attr:`Scaling.keeps_codes`."""
-        return self.power_2
-
 
 @dataclasses.dataclass(frozen=True)
 class Rows(Scaling):
     """One scale for all that a GEMM adds up: along rows (``along`` 1) or columns (0)."""
 
     kind = "row"
+    keeps_codes = False  # along one dimension alone
     along: int
     power_2: bool = False
 
@@ -122,11 +115,6 @@ class Blocks(Scaling):
     def quantize(self, x: Tensor, fmt: Float8Format, scale: Tensor | None = None) -> Quantized:
         """See :meth:`Scaling.quantize`."""
         return quantize_block(x, self.block, fmt, power_2=self.power_2)
-
-    @property
-    def keeps_codes(self) -> bool:
-        """See :attr:`Scaling.keeps_codes`."""
-        return self.power_2
 
 
 @dataclasses.dataclass(frozen=True)

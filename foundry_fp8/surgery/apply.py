@@ -21,7 +21,7 @@ from foundry_fp8.surgery.frozen_weights import keep_frozen_in_fp8, plan_frozen
 from foundry_fp8.surgery.fusion import FusionPlan, plan_fusion
 from foundry_fp8.surgery.linears import plan_linears
 from foundry_fp8.surgery.published import adopted, check_codes_stay
-from foundry_fp8.surgery.report import SurgeryReport, SurgeryRow
+from foundry_fp8.surgery.report import SurgeryReport
 from foundry_fp8.surgery.rules import Measured
 
 __all__ = ["KEY", "FP8Config", "apply_fp8", "refuse_by_backend", "resolve_recipe"]
@@ -119,7 +119,12 @@ def _convert(
     FP8State(model, linears.layers, backend, measured=isinstance(config.recipe, Measured))
     keep_frozen_in_fp8(frozen, f"{KEY}.frozen_weights", undo)
     return SurgeryReport(
-        rows=tuple(_with_frozen(row, row.name in frozen) for row in linears.rows),
+        rows=tuple(
+            dataclasses.replace(row, reason=f"{row.reason}, its weight kept in FP8 alone")
+            if row.name in frozen
+            else row
+            for row in linears.rows
+        ),
         fused=(*fusion.norms, *fusion.mlps),
         not_fused=fusion.left,
         attention=() if attention is None else attention.rows,
@@ -135,10 +140,6 @@ def refuse_by_backend(config: FP8Config, backend: Backend) -> None:
         if (asked := getattr(config, option)) not in (getattr(FP8Config, option), False):
             where = f"{asked}.gemms" if option == "gemms" else f"{KEY}.{option}"
             raise ConfigError(f"{where}: not with the {backend.name} backend: {reason}.")
-
-
-def _with_frozen(row: SurgeryRow, kept: bool) -> SurgeryRow:
-    return dataclasses.replace(row, reason=f"{row.reason}, its weight kept in FP8 alone") if kept else row
 
 
 def _compute_dtype(model: nn.Module) -> torch.dtype:

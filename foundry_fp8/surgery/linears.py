@@ -208,22 +208,18 @@ def plan_linears(
             begin(grouped[name], found)
         rows.append(rules.row(name, found, weights.shape))
     if not converted and not grouped:
-        raise _nothing_converted(policy, rows)
+        said = "; ".join(f"{n} because {r}" for r, n in Counter(row.reason for row in rows).most_common(5))
+        named = policy.listed or any(rule.globs != ("*",) for rule in policy.rules.values())
+        multiplied = {MULTIPLIED, NOT_MULTIPLIED} & {row.reason for row in rows}
+        raise (ConfigError if named or multiplied else NoEffect)(
+            f"{KEY}: no linear layer was converted ({said or 'the model has none'}). "
+            f"Check {KEY}.{'recipe' if policy.listed else 'include'} and {KEY}.exclude, or remove the algorithm."
+        )
     listed = [p for _, linear in linears for p in linear.parameters(recurse=False)]
     rows += _other_weights(model, [*listed, *map(model.get_parameter, experts)])
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     rows.sort(key=lambda row: order.get(row.name, order.get(row.name.rpartition(".")[0], 0)))
     return LinearPlan(tuple(rows), converted, places, grouped, experts)
-
-
-def _nothing_converted(policy: Policy, rows: Sequence[SurgeryRow]) -> ConfigError:
-    said = "; ".join(f"{n} because {r}" for r, n in Counter(row.reason for row in rows).most_common(5))
-    named = policy.listed or any(rule.globs != ("*",) for rule in policy.rules.values())
-    multiplied = {MULTIPLIED, NOT_MULTIPLIED} & {row.reason for row in rows}
-    return (ConfigError if named or multiplied else NoEffect)(
-        f"{KEY}: no linear layer was converted ({said or 'the model has none'}). "
-        f"Check {KEY}.{'recipe' if policy.listed else 'include'} and {KEY}.exclude, or remove the algorithm."
-    )
 
 
 def _other_weights(model: nn.Module, listed: Iterable[nn.Parameter]) -> Iterator[SurgeryRow]:

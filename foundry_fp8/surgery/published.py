@@ -79,6 +79,8 @@ def leave_frozen_out_of_ddp(model: nn.Module) -> None:
 def _scale_of(name: str, module: Any) -> Tensor | None:
     weight = module._parameters.get("weight")
     scale = next((s for name in SCALES if isinstance(s := getattr(module, name, None), Tensor)), None)
+    if "weight_packed" in module._parameters:
+        raise ConfigError(f"{name} holds packed codes (NVFP4 or integers), which no layer here multiplies by. Load the model dequantised (CompressedTensorsConfig(run_compressed=False)).")  # fmt: skip
     if weight is None or scale is None or weight.element_size() == 1:
         return None if weight is None else scale
     if type(module).__name__ == "FP8Linear" or getattr(module, "quantization_status", "") == "compressed":

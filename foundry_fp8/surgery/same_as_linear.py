@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from foundry_fp8.compat.fake_tensor import unset_fake_temporarily
 from foundry_fp8.layers.linear import FP8Linear, FP8TransposedLinear
@@ -92,13 +92,12 @@ def _same(module: nn.Module, form: type[FP8Linear], training: bool) -> bool:
                 )
         except Exception:  # somebody else's forward, on a module it was not written for, may raise anything
             return False
-        if not all(_near(*pair) for pair in pairs):
+        if not all(
+            a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=_TOLERANCE)
+            for a, b in pairs
+        ):
             return False
     return True
-
-
-def _near(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=_TOLERANCE)
 
 
 def _small_copy(

@@ -227,10 +227,6 @@ def test_a_weight_that_is_not_finite_is_not_served(tmp_path):
         (lambda: llama(), "no layer of the model is converted"),
         (lambda: nn.Sequential(nn.Linear(32, 32)), "holds no Hugging Face model"),
         (lambda: trained(llama(), "mxfp8", torch.float32), "no scales as those of mxfp8. --layout fp8"),
-        (
-            lambda: trained(llama(), "nvfp4", torch.float32),
-            "neither layout has a place for the scales of nvfp4",
-        ),
         (lambda: adapted(), r"has adapters \(.*lora_.*Merge them first"),
         (
             lambda: trained(gpt2(), "current", torch.float32),
@@ -246,7 +242,6 @@ def test_a_weight_that_is_not_finite_is_not_served(tmp_path):
         "high_precision",
         "not_hugging_face",
         "mxfp8",
-        "nvfp4",
         "lora",
         "transposed",
         "tied",

@@ -167,13 +167,8 @@ class DeferredLogits:
         return F.nll_loss(-self.losses[:, None], column, ignore_index=-1, reduction=reduction)
 
 
-def _flatten(x: DeferredLogits) -> tuple[list[Any], Any]:
-    return [x.losses], x
-
-
-def _unflatten(leaves: Any, x: Any) -> DeferredLogits:
-    (losses,) = leaves
-    return dataclasses.replace(x, losses=losses)
-
-
-register_pytree_node(DeferredLogits, _flatten, _unflatten)
+register_pytree_node(
+    DeferredLogits,
+    lambda x: ([x.losses], x),
+    lambda leaves, x: dataclasses.replace(x, losses=next(iter(leaves))),
+)

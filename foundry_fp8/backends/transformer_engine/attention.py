@@ -25,7 +25,7 @@ from foundry_fp8.backends.attention_requirements import (
     call_requirement,
     cudnn_recipe_reason,
 )
-from foundry_fp8.backends.transformer_engine.delayed import keep_out_of_global_buffers
+from foundry_fp8.backends.transformer_engine.delayed import bind, keep_out_of_global_buffers
 from foundry_fp8.backends.transformer_engine.library import library
 from foundry_fp8.backends.transformer_engine.recipes import te_recipe_of
 from foundry_fp8.config.versions import release
@@ -114,7 +114,12 @@ class TransformerEngineAttention(AttentionBackend):
             dpa.init_fp8_metadata(
                 num_gemms=3
             )  # makes the quantisers; the forward's own call then returns at once
-            _bind(module, dpa)
+            constants = importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
+            record = module.training and torch.is_grad_enabled()
+            for name, slot in module.slots.items():  # TE's quantisers take our scales and amaxes
+                group, constant = _PLACES[name]
+                quantizer = dpa.quantizers[group][getattr(constants, constant)]
+                bind(quantizer, f"{name} of the attention", slot, record or group == "scaling_bwd")
             out: Tensor = dpa(
                 *(x.transpose(1, 2).contiguous() for x in (q, k, v)),  # "bshd"
                 attn_mask_type="causal" if mask.causal else "no_mask",
@@ -147,21 +152,3 @@ def _te_module(
         )
         keep_out_of_global_buffers(made[key], library())
     return made[key]
-
-
-def _bind(module: FP8DotProductAttention, dpa: Any) -> None:
-    """Point TE's quantisers at our scales and amaxes."""
-    constants = importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
-    record = module.training and torch.is_grad_enabled()
-    for name, slot in module.slots.items():
-        group, constant = _PLACES[name]
-        quantizer = dpa.quantizers[group][getattr(constants, constant)]
-        if type(quantizer).__name__ != "Float8Quantizer" or not hasattr(quantizer, "amax"):
-            raise RuntimeError(
-                f"Transformer Engine quantises {name} of the attention with {type(quantizer).__name__}, not with the "
-                "Float8Quantizer that delayed scaling is bound to. Install a release from 2.4 to 2.20, unset "
-                "NVTE_DPA_FP8_RECIPE, or adapt backends/transformer_engine/attention.py."
-            )
-        quantizer.scale = slot.scale.view(1)
-        amax = slot.amax_history[0].view(1)
-        quantizer.amax = amax if record or group == "scaling_bwd" else torch.zeros_like(amax)

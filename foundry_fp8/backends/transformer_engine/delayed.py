@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from foundry_fp8.backends.transformer_engine.library import Library
+from foundry_fp8.layers.delayed_scaling import DelayedSlot
 from foundry_fp8.layers.gemm_layer import Slots
 
-__all__ = ["bind_slots", "keep_out_of_global_buffers"]
+__all__ = ["bind", "bind_slots", "keep_out_of_global_buffers"]
 
 _PLACES = {"x": ("scaling_fwd", 0), "w": ("scaling_fwd", 1), "dy": ("scaling_bwd", 0)}
 """Operand -> where TE keeps its quantiser: GEMM1_INPUT, GEMM1_WEIGHT, GRAD_OUTPUT1."""
@@ -50,13 +51,17 @@ def bind_slots(te_module: Any, slots: Slots, *, record: bool) -> None:
     te_module.init_fp8_metadata(num_gemms=1)
     for operand, slot in slots.items():
         group, index = _PLACES[operand]
-        quantizer = te_module.quantizers[group][index]
-        if type(quantizer).__name__ != "Float8Quantizer" or not hasattr(quantizer, "amax"):
-            raise RuntimeError(
-                f"Transformer Engine quantises {operand} with {type(quantizer).__name__}, not with the Float8Quantizer that "
-                "delayed scaling is bound to. Install a release from 2.4 to 2.20, or adapt "
-                "backends/transformer_engine/delayed.py."
-            )
-        quantizer.scale = slot.scale
-        amax = slot.amax_history[0].view(1)
-        quantizer.amax = amax if record or operand == "dy" else torch.zeros_like(amax)
+        bind(te_module.quantizers[group][index], operand, slot, record or operand == "dy")
+
+
+def bind(quantizer: Any, operand: str, slot: DelayedSlot, record: bool) -> None:
+    """Point one quantiser at a slot's scale, and at its amax to ``record``; raises as :func:`bind_slots`."""
+    if type(quantizer).__name__ != "Float8Quantizer" or not hasattr(quantizer, "amax"):
+        raise RuntimeError(
+            f"Transformer Engine quantises {operand} with {type(quantizer).__name__}, not with the Float8Quantizer that "
+            "delayed scaling is bound to. Install a release from 2.4 to 2.20, unset NVTE_DPA_FP8_RECIPE, or adapt "
+            "backends/transformer_engine."
+        )
+    quantizer.scale = slot.scale.view(1)
+    amax = slot.amax_history[0].view(1)
+    quantizer.amax = amax if record else torch.zeros_like(amax)

@@ -40,14 +40,9 @@ def warnings_for(run: Run) -> list[str]:
     found = latest()
     if found is None:
         return []
+    uses = {"algorithms.fp8": "converts"}  # the setting of a run, where it has not the algorithm's name
     return [
         f"{claim['claim']}: refuted on this machine on {found['date'][:10]} ({claim['figures']}). {claim['next']}"
         for claim in found["claims"]
-        if claim["verdict"] == "refuted" and any(_uses(run, key) for key in claim.get("keys", ()))
-    ]
-
-
-def _uses(run: Any, key: str) -> bool:
-    """Whether a run has the algorithm that the YAML names ``key``."""
-    name = key.removeprefix("algorithms.")
-    return bool(getattr(run, "converts" if name == "fp8" else name, None))
+        if claim["verdict"] == "refuted" and any(getattr(run, uses.get(key, key.removeprefix("algorithms.")), None) for key in claim.get("keys", ()))
+    ]  # fmt: skip

@@ -210,14 +210,7 @@ class FogConfig(DecoderConfig):
         for field in dataclasses.fields(Architecture):
             setattr(self, field.name, getattr(architecture, field.name))
 
-        given = {
-            "num_hidden_layers": num_hidden_layers,
-            "hidden_size": hidden_size,
-            "num_attention_heads": num_attention_heads,
-            "num_key_value_heads": num_key_value_heads,
-            "intermediate_size": intermediate_size,
-            "tie_word_embeddings": tie_word_embeddings,
-        }
+        given = {name: getattr(self, name) for name in _DIMENSIONS}
         # A model described by its own dimensions takes nothing from a preset behind the user's back.
         explicit = size is None and any(value is not None for value in given.values())
         preset = _complete_dimensions(given, head_dim) if explicit else SIZES[size or "390m"]

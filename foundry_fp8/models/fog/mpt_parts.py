@@ -134,11 +134,9 @@ def build_fog_ffn(
     bias: bool = False,
 ) -> nn.Module:
     """``ffn_type: fog_ffn``: xIELU or GELU, and an optional post-norm. Arguments as LLM Foundry's ``mptmlp``."""
-    _check_ffn(build_fog_ffn, locals())
+    given = locals()
     act = XIELU(device=device) if ffn_act == "xielu" else nn.GELU() if ffn_act == "gelu" else nn.ReLU()
-    return FogMPTFFN(
-        act, d_model, expansion_ratio, fc_type, ffn_hidden_size, post_norm_gain, norm_eps, device, bias
-    )
+    return _ffn(build_fog_ffn, act, given)
 
 
 def build_smooth_swiglu_ffn(
@@ -152,15 +150,13 @@ def build_smooth_swiglu_ffn(
     bias: bool = False,
 ) -> nn.Module:
     """``ffn_type: smooth_swiglu``: the gated MLP with FOG's baseline's per-token scale, see ``smooth_swiglu_fog``."""
-    _check_ffn(build_smooth_swiglu_ffn, locals())
-    return FogMPTFFN(
-        None, d_model, expansion_ratio, fc_type, ffn_hidden_size, post_norm_gain, norm_eps, device, bias
-    )
+    return _ffn(build_smooth_swiglu_ffn, None, locals())
 
 
-def _check_ffn(builder: Callable[..., nn.Module], given: dict[str, Any]) -> None:
-    check_arguments(builder, {"expansion_ratio": given.pop("expansion_ratio")}, "model")
-    check_arguments(builder, given, "model.ffn_config")
+def _ffn(builder: Callable[..., nn.Module], act: nn.Module | None, given: dict[str, Any]) -> nn.Module:
+    check_arguments(builder, {"expansion_ratio": given["expansion_ratio"]}, "model")
+    check_arguments(builder, {k: v for k, v in given.items() if k != "expansion_ratio"}, "model.ffn_config")
+    return FogMPTFFN(act, **{name: value for name, value in given.items() if name != "ffn_act"})
 
 
 def init_fog_module(module: nn.Module, **_: Any) -> bool:

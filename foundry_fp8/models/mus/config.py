@@ -89,11 +89,7 @@ class MusConfig(DecoderConfig):
         **kwargs: Any,
     ) -> None:
         self._take(MusConfig, locals())
-        given = {
-            "hidden_size": hidden_size,
-            "num_hidden_layers": num_hidden_layers,
-            "num_attention_heads": num_attention_heads,
-        }
+        given = {n: getattr(self, n) for n in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
         # A model described by its own dimensions takes nothing from a preset behind the user's back.
         preset = SIZES[size or "1b"] if size or not any(given.values()) else (None, None, None)
         for (key, own), of_size in zip(given.items(), preset, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,6 @@ from foundry_fp8.layers.model_state import readable
 from foundry_fp8.numerics.recipes import Recipe, recipe_name
 from foundry_fp8.observe.guard.config import KEY, MODEL, Event, GuardConfig
 from foundry_fp8.observe.guard.schedule import Schedule
-from foundry_fp8.observe.guard.search import smallest_sufficient
 from foundry_fp8.observe.precision_probe import (
     LossOf,
     OutOfMemory,
@@ -28,7 +27,7 @@ from foundry_fp8.observe.precision_probe import (
 )
 from foundry_fp8.observe.switched_off import SwitchesOff
 
-__all__ = ["DivergenceGuard"]
+__all__ = ["DivergenceGuard", "smallest_sufficient"]
 
 log = logging.getLogger(__name__)
 
@@ -246,3 +245,32 @@ def _in_one_line(events: list[Event]) -> str:
         f"{'; '.join(map(str, alike[:3]))}{f' and {len(alike) - 3} more' if len(alike) > 3 else ''}"
         for alike in by_action.values()
     )
+
+
+def smallest_sufficient(
+    names: Sequence[str], sufficient: Callable[[Sequence[str]], bool], *, questions: int = 64
+) -> list[str]:
+    """A part of ``names`` that is sufficient, and is not once any of it is left out, by bisection.
+
+    U. Junker, "QuickXplain", AAAI 2004. Of n with k at fault: 2 k log2(n / k) + 2 k questions.
+
+    Args:
+        names: In the order of the model, as neighbours are asked about together. All of them are sufficient; that is not asked.
+        sufficient: The question.
+        questions: After so many, what is undivided stays whole.
+    """
+    left = questions
+
+    def within(candidates: Sequence[str], given: Sequence[str], *, ask: bool) -> list[str]:
+        """The part of ``candidates`` that is needed beside ``given``."""
+        nonlocal left
+        left -= ask
+        if ask and left >= 0 and sufficient(given):
+            return []
+        if len(candidates) == 1 or left <= 0:
+            return list(candidates)
+        first, second = candidates[: len(candidates) // 2], candidates[len(candidates) // 2 :]
+        of_second = within(second, [*given, *first], ask=True)
+        return within(first, [*given, *of_second], ask=bool(of_second)) + of_second
+
+    return within(names, [], ask=True) if names else []

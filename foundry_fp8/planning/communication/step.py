@@ -4,7 +4,7 @@
 
 ``host`` is what the host needs to launch it all: a step that waits for its host hides communication in the GPU's idle time. ``hidden``
 is the communication that runs beside computing, ``exposed`` what nothing hides, ``slowest(N)`` what waiting for the slowest of N GPUs
-adds (:mod:`foundry_fp8.planning.communication.stragglers`). Under tensor parallelism a group of ``T`` GPUs on one node holds a part of
+adds (:func:`slowest`). Under tensor parallelism a group of ``T`` GPUs on one node holds a part of
 every matrix each, FSDP shards these parts over the GPUs of the same place, and four all-reduces a block of its tokens' activations (two in
 forward, two in backward: Megatron-LM, arXiv 1909.08053, section 3) have nothing to hide behind. Pipelines are not planned: Composer has
 none. It is for ranking layouts; nothing is fitted to the published points it is checked against
@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Annotated, Literal
 
 from foundry_fp8.config import Config, ConfigError, Fraction, Positive, accept, at_least, at_most
@@ -24,9 +25,17 @@ from foundry_fp8.distributed.compression.routing import path_of
 from foundry_fp8.gpus import Gpu
 from foundry_fp8.planning.communication import legs
 from foundry_fp8.planning.communication.machines import Network
-from foundry_fp8.planning.communication.stragglers import slowest
 
-__all__ = ["COMPRESSED", "Layout", "Workload", "best_layout", "layout", "plan_communication"]
+__all__ = [
+    "COMPRESSED",
+    "Layout",
+    "Workload",
+    "best_layout",
+    "largest_of",
+    "layout",
+    "plan_communication",
+    "slowest",
+]
 
 MASTER_BYTES = 4  # of a float32 parameter, or of its gradient
 ACTIVATION_BYTES = 2  # BF16
@@ -247,3 +256,28 @@ def plan_communication(
                     }
                 )
     return rows
+
+
+def largest_of(count: int) -> float:
+    """The expected largest of ``count`` standard normal numbers (Blom 1958)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def slowest(gpus: int, network: Network) -> float:
+    """The expected slowness of the slowest of ``gpus`` GPUs, as a share of the mean GPU's time; 0 for one, which waits for none.
+
+    Two kinds of slowness, each with a source for its constants (:class:`Network`). All GPUs spread around their mean by ``gpu_spread``;
+    and a host in ``1 / straggler_share`` is slower by ``straggler_slowdown`` with all of its GPUs. Of N GPUs on H hosts, ``z(n)`` the
+    expected largest of n standard normal numbers:
+
+        usual     = gpu_spread z(N)
+        straggler = (1 + straggler_slowdown) (1 + gpu_spread z(GPUs of a host)) - 1
+        expected  = usual + (1 - (1 - straggler_share)^H) max(0, straggler - usual)
+    """
+    if gpus == 1:
+        return 0.0
+    hosts = -(-gpus // network.gpus_per_node)
+    usual = network.gpu_spread * largest_of(gpus)
+    on_host = largest_of(min(gpus, network.gpus_per_node))
+    straggler = (1 + network.straggler_slowdown) * (1 + network.gpu_spread * on_host) - 1
+    return usual + (1 - (1 - network.straggler_share) ** hosts) * max(0.0, straggler - usual)

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundry_fp8.observe.guard.search import smallest_sufficient
+from foundry_fp8.observe.guard.guard import smallest_sufficient
 
 
 @given(st.integers(1, 60), st.data())

@@ -15,8 +15,8 @@ from foundry_fp8.planning.communication.step import (
     best_layout,
     layout,
     plan_communication,
+    slowest,
 )
-from foundry_fp8.planning.communication.stragglers import slowest
 
 H100, EFA = GPUS["h100"], NETWORKS["h100-3200g"]
 SLOW = NETWORKS["ethernet-100g"]

@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from foundry_fp8.planning.communication.machines import NETWORKS
-from foundry_fp8.planning.communication.stragglers import largest_of, slowest
+from foundry_fp8.planning.communication.step import largest_of, slowest
 
 P5 = NETWORKS["p5-efa"]
 
