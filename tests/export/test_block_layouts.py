@@ -100,10 +100,17 @@ def test_block_is_served_as_it_was_trained(make, power_2, layout, tmp_path):
     report = foundry_fp8.export_fp8(model, tmp_path, dtype="float32", layout=layout)
     assert len(report.layers) == 14 and "as training multiplied" in report.summary()
     config, tensors, server = served(model, tmp_path, LAYOUTS[layout], (128, 128), power_2)
+    linears = {name: module for name, module in server.named_modules() if isinstance(module, Server)}
+    seen = {}
+    for name, module in linears.items():
+        module.register_forward_hook(lambda _, args, y, name=name: seen.update({name: (args[0], y)}))
     with torch.no_grad():
         ours, theirs = model(IDS).logits, server(IDS).logits
-    # float32 sums of 320 products in another order (2^-24 each), and at a tie an input may round the other way.
-    assert (ours - theirs).norm() < 2e-3 * ours.norm()
+        # float32 sums of 320 products in another order (2^-24 each), and at a tie an input may round the other way: which one
+        # depends on the processor, and one that does makes others, so that norms are compared linear by linear.
+        for name, (x, y) in seen.items():
+            assert (model.get_submodule(name)(x) - y).norm() < 2e-3 * y.norm(), name
+    assert len(seen) == 14 and (ours - theirs).norm() < 2e-2 * ours.norm()
     assert (ours - theirs).abs().median() < 1e-6 * ours.abs().max()
     quantization = config["quantization_config"]
     if layout == "fp8":

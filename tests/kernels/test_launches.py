@@ -14,6 +14,7 @@ import foundry_fp8
 from foundry_fp8.backends.native import ops, room
 from foundry_fp8.kernels import zeros
 from foundry_fp8.kernels.launch import launch
+from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from foundry_fp8.layers.state import FP8State
 from tests.backends.native.test_eager import PASSES, passes
 from tests.kernels.fake_driver import TorchLaunches, fake_driver
@@ -251,8 +252,8 @@ def test_what_is_launched_again_is_what_triton_would_choose(driver):
 
 
 @pytest.mark.parametrize(("recipe", "most"), [("delayed", 98), ("block", 98), ("current", 107)])
-def test_launches_of_a_llama_block(recipe, most, driver):
-    """Beside the 122 of bfloat16's: 0.80 of them, but where 14 amaxes are measured. `python benchmarks/host_time.py --block`."""
+def test_launches_of_a_llama_block(recipe, most, driver, monkeypatch):
+    """Of the 122 of bfloat16's at most 0.80, but where 14 amaxes are measured. `python benchmarks/host_time.py --block` has the time."""
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=32, attn_implementation="sdpa")
@@ -260,6 +261,7 @@ def test_launches_of_a_llama_block(recipe, most, driver):
     positions = torch.arange(32)[None]
     rotary = llama.LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.bfloat16), positions)
     counts = {}
+    monkeypatch.setattr(DelayedScalingState, "roll", lambda state: driver.launches.update(["update"]))
     for name in ("bfloat16", recipe):
         block = llama.LlamaDecoderLayer(config, 0).to(torch.bfloat16).train()
         if name == recipe:
@@ -269,6 +271,8 @@ def test_launches_of_a_llama_block(recipe, most, driver):
             driver.launches.clear()
             with TorchLaunches(driver):
                 y = block(x, position_ids=positions, position_embeddings=rotary)
-                (y if isinstance(y, torch.Tensor) else y[0]).sum().backward()
+                (y if isinstance(y, torch.Tensor) else y[0]).backward(torch.empty_like(x))
+            x.grad = None
+            block.zero_grad()
         counts[name] = sum(driver.launches.values()) - driver.launches["_scaled_mm"]
-    assert counts[recipe] - (counts["bfloat16"] - 122) <= most, (counts, driver.launches)
+    assert counts[recipe] <= most * counts["bfloat16"] / 122, (counts, driver.launches)
