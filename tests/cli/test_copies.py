@@ -50,7 +50,7 @@ def test_the_memory_of_doctor_is_that_of_the_plan(name, ranks, shard, tmp_path, 
     monkeypatch.setenv("FSDP_VERSION", "2" if "FSDP2" in name else "1")
     file = tmp_path / "run.yaml"
     run = {"max_seq_len": 32, "device_train_microbatch_size": 1, "precision": "amp_bf16", "model": MODEL,
-           "algorithms": {"fp8": {"recipe": "current"}, **algorithms}, "optimizer": {"name": "decoupled_lionw", "lr": 1e-3}}  # fmt: skip
+           "algorithms": {"fp8": {"recipe": "current", "include": ["*.down_proj"]}, **algorithms}, "optimizer": {"name": "decoupled_lionw", "lr": 1e-3}}  # fmt: skip
     file.write_text(yaml.safe_dump(run | ({} if fsdp is None else {"fsdp_config": fsdp})))
     said = CliRunner().invoke(app, ["doctor", str(file), "--hardware", f"h100x{ranks}"]).output
     options = ["--world-size", str(ranks), "--compression", "none"]
