@@ -164,16 +164,22 @@ def test_gate_and_up_have_one_scale_and_their_own_saved_state(device):
 
 def test_demotion_evaluation_and_lora_read_what_they_need(device):
     peft = pytest.importorskip("peft")
-    model = model_of("Llama", blocks=1)
+    model, plain = model_of("Llama", blocks=1), model_of("Llama", blocks=1).eval()
     foundry_fp8.apply_fp8(model, recipe="current", backend="native")
+
+    def evaluates_as_plain():
+        model.eval()
+        with torch.no_grad():
+            same = torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
+        model.train()
+        return same
+
     step(model)
+    assert evaluates_as_plain()
     model.model.layers[0].self_attn.k_proj.set_recipe(None)
     model.model.layers[0].mlp.down_proj.set_recipe(None)
     assert all(bool(g.isfinite().all()) for g in step(model).values())
-    model.eval()
-    plain = model_of("Llama", blocks=1).eval()
-    with torch.no_grad():
-        assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
+    assert evaluates_as_plain()
     tuned = model_of("Llama", blocks=1)
     foundry_fp8.apply_fp8(tuned, recipe="current", backend="native")
     config = peft.LoraConfig(target_modules=["q_proj", "k_proj", "up_proj"], lora_dropout=0.0)
