@@ -199,12 +199,13 @@ def test_a_step_has_no_more_sequences_than_the_yaml_gives_it(written):
         "eps": 1.0e-8,
         "weight_decay": 0.0,
     }
-    output = planned(written(global_train_batch_size=16, optimizer=optimizer))
+    short = {"max_seq_len": 1024, "model": {"max_seq_len": 1024}}
+    output = planned(written(global_train_batch_size=16, optimizer=optimizer, **short))
     assert "of at most 2 sequences" in output and {n for n, *_ in rows(output).values()} == {2}
 
 
 def test_where_not_one_sequence_fits_it_says_by_how_much(written):
-    output = planned(written(max_seq_len=2**22, model={"max_seq_len": 2**22}))
+    output = planned(written(model={"d_model": 2**15}))
     assert re.search(r"(?m)^BF16 +off +0 +[\d.]+ +one takes [\d.]+ GB too many$", output), output
 
 

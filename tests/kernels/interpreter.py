@@ -20,6 +20,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 from tests.kernels.launch_caches import use_empty_caches
+from tests.kernels.quick_interpreter import remember
 
 # Triton's own library (cdiv, sum, max, ...) is decorated like a kernel.
 MODULES = (
@@ -93,6 +94,7 @@ def interpret(monkeypatch):
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_maxnumf", maxnumf)
     monkeypatch.setattr(interpreter.ReduceOps, "min_max", min_max)
+    remember(monkeypatch)
     use_empty_caches(monkeypatch)
     interpreted = {}
     for name in MODULES:

@@ -121,8 +121,8 @@ def test_checkpointed_blocks_give_the_same_bits_in_the_first_step_too(reentrant,
     checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         checkpointed.enable_input_require_grads()
-    for steps in (1, 2):
-        ours, theirs = step(checkpointed, steps), step(plain, steps)
+    for _ in range(2):
+        ours, theirs = step(checkpointed, 1), step(plain, 1)
         assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
@@ -145,7 +145,7 @@ def test_gate_and_up_have_one_scale_and_their_own_saved_state(device):
     foundry_fp8.apply_fp8(model, recipe="delayed", backend="native")
     mlp = model.model.layers[0].mlp
     own = mlp.up_proj.slots["x"].index
-    step(model, 3)
+    step(model)
     assert mlp.up_proj.slots["x"].index == mlp.gate_proj.slots["x"].index != own
     saved = FP8State.of(model).state_dict()["modules"]
     of = {n: saved[f"model.layers.0.mlp.{n}"]["amax_history"][:, 0] for n in ("gate_proj", "up_proj")}
@@ -200,31 +200,37 @@ def test_q_k_and_v_have_one_scale_while_they_read_one_tensor(device):
 
 def test_demotion_evaluation_and_lora_read_what_they_need(device):
     peft = pytest.importorskip("peft")
-    model = model_of("Llama")
+    model, plain = model_of("Llama", blocks=1), model_of("Llama", blocks=1).eval()
     foundry_fp8.apply_fp8(model, recipe="current", backend="native")
+
+    def evaluates_as_plain():
+        model.eval()
+        with torch.no_grad():
+            same = torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
+        model.train()
+        return same
+
     step(model)
+    assert evaluates_as_plain()
     model.model.layers[0].self_attn.k_proj.set_recipe(None)
-    model.model.layers[1].mlp.down_proj.set_recipe(None)
+    model.model.layers[0].mlp.down_proj.set_recipe(None)
     assert all(bool(g.isfinite().all()) for g in step(model).values())
-    model.eval()
-    plain = model_of("Llama").eval()
-    with torch.no_grad():
-        assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
-    tuned = model_of("Llama")
+    assert evaluates_as_plain()
+    tuned = model_of("Llama", blocks=1)
     foundry_fp8.apply_fp8(tuned, recipe="current", backend="native")
     config = peft.LoraConfig(target_modules=["q_proj", "k_proj", "up_proj"], lora_dropout=0.0)
     tuned = peft.get_peft_model(tuned, config)
     grads = step(tuned)
-    assert all(n == "loss" or "lora_" in n for n in grads) and len(grads) == 13
+    assert all(n == "loss" or "lora_" in n for n in grads) and len(grads) == 7
     assert all(bool(g.isfinite().all()) for g in grads.values())
 
 
 def test_a_fused_model_is_copied_and_pickled(device):
     model = model_of("Llama", blocks=1)
     foundry_fp8.apply_fp8(model, recipe="current", backend="native")
-    step(model)
+    theirs = step(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        ours, theirs = step(other), step(model)
+        ours = step(other, 1)  # what the model has learned of its siblings is copied too
         assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 

@@ -26,7 +26,9 @@ SIZES = {
 
 def llama():
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    apply_fp8(model, recipe="current", backend="emulated", keep_first_blocks=1)
+    apply_fp8(
+        model, recipe="current", backend="emulated", keep_first_blocks=1, include=["*.q_proj", "*.down_proj"]
+    )
     return model
 
 
