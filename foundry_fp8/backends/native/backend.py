@@ -137,8 +137,8 @@ class NativeBackend(Backend):
             weight = weight.contiguous()
         if x.numel() == 0 or weight.numel() == 0:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        slots = module.slots
-        if slots is not None and (slots["x"].joined or type(x) is Produced):
+        compiling, slots = torch.compiler.is_compiling(), module.slots
+        if slots is not None and not compiling and (slots["x"].joined or type(x) is Produced):
             _follow(
                 slots["x"], x if type(x) is Produced and module.recipe is slots["x"].state.recipe else None
             )
@@ -148,7 +148,6 @@ class NativeBackend(Backend):
             x.unread and x.dtype == dtype and not call.reads_hp and module.probe is None
         ):
             x = x.plain()
-        compiling = torch.compiler.is_compiling()
         x_hp = in_dtype(x, dtype)
         if compiling and x.dim() != 2:
             x_hp = x_hp.reshape(-1, x.shape[-1])
@@ -160,7 +159,7 @@ class NativeBackend(Backend):
             shared = self.inputs.of(x, id(call.plan), dtype)
         with without_autocast(x.device.type):
             cached = self.cached_weight(module, call, dtype)
-            keep_w = self.room.there is True and self.keeps_weight(x)
+            keep_w = not compiling and self.room.there is True and self.keeps_weight(x)
             y: Tensor = NativeLinear.apply(x_hp, weight, bias, (call, cached, shared, keep_w))  # type: ignore[no-untyped-call]
         return fresh_view(y, *x.shape[:-1], len(weight)) if compiling and x.dim() != 2 else y
 
@@ -204,12 +203,8 @@ class NativeBackend(Backend):
 
     def keeps_weight(self, x: Tensor) -> bool:
         """Whether the forward of a linear with the input ``x`` keeps the weight's transposed layout until backward: not in a recompute, whose weight is there already."""
-        return (
-            self.room.there is True
-            and x.requires_grad
-            and torch.is_grad_enabled()
-            and not (torch.compiler.is_compiling() or inside_backward())
-        )
+        wanted = self.room.there is True and x.requires_grad and torch.is_grad_enabled()
+        return wanted and not inside_backward()
 
     def before_forward(self, model: nn.Module) -> None:
         """Look for room; forget the cached weights if FSDP2's shards were written or adapters merged since the last forward."""

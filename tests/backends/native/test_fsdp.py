@@ -10,6 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import foundry_fp8
+from foundry_fp8.backends.native import room
+from foundry_fp8.layers.state import FP8State
 from tests.one_rank import one_rank
 
 
@@ -72,15 +74,20 @@ def losses_without_fsdp(recipe, device):
         ("delayed", "fsdp2", True),
         ("block", "fsdp1 flat", False),
         ("block", "fsdp2 one unit", True),
+        ("block", "fsdp1", "auto"),
+        ("delayed", "fsdp2", "auto"),
         pytest.param("delayed", "fsdp1 flat", True, marks=pytest.mark.full),
         pytest.param("delayed", "fsdp2 one unit", False, marks=pytest.mark.full),
         pytest.param("block", "fsdp1", True, marks=pytest.mark.full),
         pytest.param("block", "fsdp2", False, marks=pytest.mark.full),
     ],
 )
-def test_trains_as_without_fsdp(recipe, wrap, cache_weights, device, group):
-    losses = train(wrapped(make(recipe, device, cache_weights), wrap, device), device)
+def test_trains_as_without_fsdp(recipe, wrap, cache_weights, device, group, monkeypatch):
+    monkeypatch.setattr(room, "unused_memory", lambda device: 2**40)
+    model = make(recipe, device, cache_weights)
+    losses = train(wrapped(model, wrap, device), device)
     assert losses == losses_without_fsdp(recipe, device)
+    assert FP8State.of(model).backend.room.there is (True if cache_weights == "auto" else None)
 
 
 def loads(model):

@@ -1,12 +1,13 @@
 """``cache_weights: auto``: the weight's transposed layout stays until backward where there is room, and no bit changes."""
 
+import functools
 import logging
 import math
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import foundry_fp8
 from foundry_fp8.backends.native import room
@@ -37,6 +38,7 @@ def settled(model, device):
 )
 def test_every_way_to_a_gradient_has_the_same_bits(recipe, device, unused):
     kept, plain = (settled(make(recipe, device, cache), device) for cache in ("auto", False))
+    keeps_products = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
 
     def twice(model):
         def call(x):
@@ -49,6 +51,9 @@ def test_every_way_to_a_gradient_has_the_same_bits(recipe, device, unused):
     ways = {
         "plain": lambda model: model,
         "checkpoint": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
+        "selective": lambda model: (
+            lambda x: checkpoint(model, x, use_reentrant=False, context_fn=keeps_products)
+        ),
         "reentrant": lambda model: lambda x: checkpoint(model, x, use_reentrant=True),
         "a second backward": twice,
         "two forwards": lambda model: lambda x: model(x) + model(x * 2),
