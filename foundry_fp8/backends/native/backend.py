@@ -148,7 +148,7 @@ class NativeBackend(Backend):
             x.unread and x.dtype == dtype and not call.reads_hp and module.probe is None
         ):
             x = x.plain()
-        x_hp = in_dtype(x, dtype)
+        x_hp = x if x.__class__ is Tensor and x.dtype is dtype else in_dtype(x, dtype)
         if compiling and x.dim() != 2:
             x_hp = x_hp.reshape(-1, x.shape[-1])
         shared: QuantizedInput | None = None
@@ -160,7 +160,8 @@ class NativeBackend(Backend):
         with without_autocast(x.device.type):
             cached = self.cached_weight(module, call, dtype)
             keep_w = not compiling and self.room.there is True and self.keeps_weight(x)
-            y: Tensor = NativeLinear.apply(x_hp, weight, bias, (call, cached, shared, keep_w))  # type: ignore[no-untyped-call]
+            given = call, cached, shared, keep_w, torch.is_grad_enabled()
+            y: Tensor = NativeLinear.apply(x_hp, weight, bias, given)  # type: ignore[no-untyped-call]
         return fresh_view(y, *x.shape[:-1], len(weight)) if compiling and x.dim() != 2 else y
 
     def attention(self) -> AttentionBackend:
@@ -191,7 +192,9 @@ class NativeBackend(Backend):
             return grouped
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
-            y: Tensor = NativeLinear.apply(x, weight.contiguous(), None, (call, None, None, False))  # type: ignore[no-untyped-call]
+            y: Tensor = NativeLinear.apply(
+                x, weight.contiguous(), None, (call, None, None, False, torch.is_grad_enabled())
+            )  # type: ignore[no-untyped-call]
             return y
 
         with without_autocast(x.device.type):

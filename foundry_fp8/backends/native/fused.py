@@ -158,7 +158,7 @@ class _MLP(torch.autograd.Function):
         code: int,
         calls: Sequence[LinearCall],
         cached: Sequence[Any],
-        keep_w: bool,
+        keeps: tuple[bool, bool],
         *tensors: Any,
     ) -> Tensor:
         from foundry_fp8.backends.native.linear import fprop
@@ -168,7 +168,8 @@ class _MLP(torch.autograd.Function):
             source, made = x.source, x.made
         else:
             source = Source(x.reshape(-1, x.shape[-1]))
-        count, needs = len(calls), ctx.needs_input_grad[5:]
+        keep_w, grad = keeps  # as NativeLinear's
+        count, needs = len(calls), [needed and grad for needed in ctx.needs_input_grad[5:]]
         weights, biases = tensors[:count], tensors[count:]
         keep_w &= ctx.needs_input_grad[0]
         inner: list[Tensor] = []
@@ -243,8 +244,8 @@ def _mlp(x: Tensor, members: Sequence[Any], form: MLPForm) -> Tensor:
         calls = [LinearCall.of(m) for m in members]
         cached = [m.backend.cached_weight(m, call, dtype) for m, call in zip(members, calls, strict=True)]
         tensors = *weights, *(m.bias for m in members)
-        keep_w = members[0].backend.keeps_weight(x)
-        y: Tensor = _MLP.apply(x, ACTIVATIONS[form.activation], calls, cached, keep_w, *tensors)  # type: ignore[no-untyped-call]
+        keeps = members[0].backend.keeps_weight(x), torch.is_grad_enabled()
+        y: Tensor = _MLP.apply(x, ACTIVATIONS[form.activation], calls, cached, keeps, *tensors)  # type: ignore[no-untyped-call]
     if y.grad_fn is not None:
         y.grad_fn.calls_at_backward = lambda: [record(None) for record in records]  # type: ignore[attr-defined]
     return y

@@ -52,7 +52,7 @@ class NativeLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        given: tuple[LinearCall, tuple[Layout, Layout, Tensor] | None, QuantizedInput | None, bool],
+        given: tuple[LinearCall, tuple[Layout, Layout, Tensor] | None, QuantizedInput | None, bool, bool],
     ) -> Tensor:
         """Run fprop.
 
@@ -62,12 +62,13 @@ class NativeLinear(torch.autograd.Function):
             weight: ``[N, K]``, hp.
             bias: ``[N]``, hp, or ``None``.
             given: Everything else; what :func:`quantize_weight` made of this weight earlier; what other linears made of this x, and
-                where to note what this one makes; whether the weight's transposed layout stays until backward.
+                where to note what this one makes; whether the weight's transposed layout stays until backward; whether a backward
+                can come, which ``needs_input_grad`` does not say: under ``no_grad`` it is as with gradients.
         """
-        call, cached, shared, keep_w = given
+        call, cached, shared, keep_w, grad = given
         needs_w = ctx.needs_input_grad[1]
         hp_wgrad = call.wgrad == "high_precision"
-        keep_x = needs_w and not hp_wgrad
+        keep_x = needs_w and not hp_wgrad and grad
         # Here and not outside of the function, where autograd would make a node of each change of shape.
         ctx.shape = None if x.dim() == 2 else x.shape
         if type(x) is Produced:

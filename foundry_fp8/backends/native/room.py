@@ -1,6 +1,6 @@
-"""Whether devices have room for a model's transposed FP8 weights between a forward and its backward: ``cache_weights: auto``.
+"""Whether a device has room for a model's transposed FP8 weights between a forward and its backward: ``cache_weights: auto``.
 
-They are asked between two forwards, once a whole pass has shown what a run takes; for an optimizer that has not stepped by then,
+It is asked between two forwards, once a whole pass has shown what a run takes; for an optimizer that has not stepped by then,
 16 bytes an element stay free (a float32 copy, two moments, a gradient). Room is what the allocator has never reserved, less a tenth
 of the device. Each rank finds its own: what is kept changes no bit and no collective.
 """
@@ -8,7 +8,6 @@ of the device. Each rank finds its own: what is kept changes no bit and no colle
 from __future__ import annotations
 
 import logging
-from collections import Counter
 
 import torch
 from torch import nn
@@ -40,22 +39,13 @@ class Room:
         self._forwards += 1
         if self._forwards == 1:
             return
-        wanted: Counter[torch.device] = Counter()
-        for module in model.modules():
-            if isinstance(module, FP8Linear):
-                wanted[module.weight.device] += module.weight.numel()
-        later: Counter[torch.device] = Counter()
-        for parameter in model.parameters():
-            later[parameter.device] += 0 if self.stepped else OPTIMIZER_BYTES * parameter.numel()
-        unused = {device: unused_memory(device) for device in wanted}
-        self.there = all(wanted[device] + later[device] <= unused[device] for device in wanted)
+        wanted = sum(module.weight.numel() for module in model.modules() if isinstance(module, FP8Linear))
+        later = 0 if self.stepped else OPTIMIZER_BYTES * sum(p.numel() for p in model.parameters())
+        unused = unused_memory(next(model.parameters()).device)
+        self.there = wanted + later <= unused or (False if self.stepped else None)
         if self.there:
-            kept = ", ".join(
-                f"{format_bytes(wanted[d])} of {format_bytes(unused[d])} unused on {d}" for d in wanted
-            )
+            kept = f"{format_bytes(wanted)} of {format_bytes(unused)} unused"
             log.info("cache_weights: auto keeps transposed FP8 weights from forward to backward: %s.", kept)
-        elif not self.stepped:
-            self.there = None
 
 
 def unused_memory(device: torch.device) -> int:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import foundry_fp8
@@ -135,6 +136,38 @@ def test_evaluation_and_other_backends_ask_nobody(device, monkeypatch):
     assert model[0].backend.room.there is None
     emulated = nn.Linear(32, 32)
     foundry_fp8.apply_fp8(nn.Sequential(emulated), recipe="current", backend="emulated")
+
+
+class Transposed(TorchDispatchMode):
+    """How many operands were made in the transposed layout too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "foundry_fp8" and "quantize_tensorwise" in func._schema.name:
+            place = [argument.name for argument in func._schema.arguments].index("columns")
+            self.count += args[place]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fuse", ["auto", False])
+def test_nothing_is_made_for_a_backward_that_cannot_come(fuse, device):
+    """autograd's ``needs_input_grad`` is the same under ``no_grad`` (torch 2.7 to 2.15), so that it has to be asked before."""
+    model = make("current", device, False, fuse=fuse, evaluate="fp8")
+    counts = []
+    for grad in (True, False):
+        for mode in (model.train(), model.eval()):
+            with torch.set_grad_enabled(grad), Transposed() as transposed:
+                mode(torch.ones(32, 64, device=device))
+            counts.append(transposed.count)
+    assert counts == [2, 2, 0, 0]
+    # A reentrant checkpoint's first forward has none either; its recompute does.
+    x = torch.ones(32, 64, device=device, requires_grad=True)
+    with Transposed() as transposed:
+        y = checkpoint(model.train(), x, use_reentrant=True)
+        first = transposed.count
+        y.sum().backward()
+    assert first == 0 and transposed.count == 2 + 4  # x twice; dy and w twice in backward
 
 
 def test_off_a_gpu_there_is_none():
