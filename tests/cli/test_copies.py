@@ -11,9 +11,8 @@ from foundry_fp8.cli.main import app
 MODEL = {"name": "mpt_causal_lm", "d_model": 256, "n_heads": 2, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 32,
          "vocab_size": 4096}  # fmt: skip
 BLOCK = (256 + 1) * (768 + 256 + 512) + (512 + 1) * 256 + 4 * 256  # qkv, out, up; down; two norms
-ELEMENTS = (
-    (4096 + 32) * 256 + 2 * BLOCK + 2 * 256
-)  # tokens, which are the head too, and positions; blocks; the last norm
+ELEMENTS = (4096 + 32) * 256 + 2 * BLOCK + 2 * 256
+"""Tokens, which are the head too, and positions; blocks; the last norm."""
 HYBRID = {"hybrid_sharding": {}}
 CASES = {  # fsdp_config, algorithms, and by the number of ranks how many of them share a copy, 8 of them on a node
     "DDP": (None, {}, {8: 1, 64: 1}),
@@ -53,15 +52,12 @@ def test_the_memory_of_doctor_and_of_the_plan_is_a_copy_over_its_ranks(
     name, ranks, shard, tmp_path, monkeypatch
 ):
     said, planned = doctor_and_plan(name, ranks, tmp_path, monkeypatch)
+    assert planned.exit_code == 0, planned.output
     (ours, over) = re.search(r"parameters: (\S+ \w+) a GPU .* over (\d+) rank", said).groups()
-    (theirs,) = re.search(r"parameters and optimizer state (\S+ \w+)", planned).groups()
+    (theirs,) = re.search(r"parameters and optimizer state (\S+ \w+)", planned.output).groups()
     _, algorithms, _ = CASES[name]
     # In float32: a parameter, its gradient, its momentum; DDP's bucket; what a code of its gradient left over.
-    kept = 4 * (
-        3
-        + (fsdp is None or ("FSDP2" not in name and shard == 1))
-        + ("compressed_communication" in algorithms)
-    )
+    kept = 4 * (3 + (shard == 1) + ("compressed_communication" in algorithms))
     for text in (ours, theirs):
         value, unit = text.split()
         size = {"KiB": 2**10, "MiB": 2**20}[unit]
@@ -73,12 +69,12 @@ def test_the_memory_of_doctor_and_of_the_plan_is_a_copy_over_its_ranks(
 def test_ranks_that_are_no_whole_nodes_are_refused_with_the_nearest_that_are(name, tmp_path, monkeypatch):
     said, planned = doctor_and_plan(name, 12, tmp_path, monkeypatch)
     assert "hybrid_sharding.shard: 8 does not divide the 12 ranks of this job." in said
-    assert "--world-size: 12 cannot be divided into shards of 8" in planned
-    assert "The nearest that can: 8 and 16." in planned
+    assert "--world-size: 12 cannot be divided into shards of 8" in planned.output
+    assert "The nearest that can: 8 and 16." in planned.output
 
 
 def doctor_and_plan(name, ranks, folder, monkeypatch):
-    """What both say of a case on so many ranks."""
+    """What ``doctor`` says of a case on so many ranks, and the result of ``plan memory``."""
     fsdp, algorithms, _ = CASES[name]
     monkeypatch.setenv("FSDP_VERSION", "2" if "FSDP2" in name else "1")
     file = folder / "run.yaml"
@@ -87,4 +83,4 @@ def doctor_and_plan(name, ranks, folder, monkeypatch):
     file.write_text(yaml.safe_dump(run | ({} if fsdp is None else {"fsdp_config": fsdp})))
     said = CliRunner().invoke(app, ["doctor", str(file), "--hardware", f"h100x{ranks}"]).output
     options = ["--world-size", str(ranks), "--compression", "none"]
-    return said, CliRunner().invoke(app, ["plan", "memory", str(file), *options]).output
+    return said, CliRunner().invoke(app, ["plan", "memory", str(file), *options])

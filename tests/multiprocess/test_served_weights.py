@@ -10,7 +10,7 @@ from tests.multiprocess import launch
 from tests.multiprocess.served_weights import adapted, sharded
 
 pytestmark = pytest.mark.multiprocess
-IMPORTS = f"{launch.FSDP},transformers.models.llama.modeling_llama"
+IMPORTS = f"{launch.FSDP},transformers.models.llama.modeling_llama,tests.multiprocess.served_weights"
 
 
 def test_a_sharded_model_sends_what_a_whole_one_does():
