@@ -23,7 +23,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "init": ("init", "Add FP8, its monitors and its log to a YAML; comments and everything else stay as they are."),
         "policy": ("policy", "Print the recipe of each GEMM of a YAML's model, without training it."),
         "selftest": ("selftest", "Run on GPUs what only they can show, and say which claims of the documents it confirms."),
-        "transfer": ("transfer", "Print the YAML of a µnit-scaled run of another width (and depth), with what changes and why at its head."),
         "plan": ("", "Estimate before a run what it will need."),
     },
     "plan": {

@@ -65,10 +65,13 @@ def frozen_weights(model: Any, cluster: Cluster | None, on_paper: bool) -> str:
 
 def cached_weights(model: Any) -> str:
     """What ``fp8.cache_weights`` keeps beside the plan: on each rank of unsharded weights."""
-    state = FP8State.of(model)
-    if state is None or "cache_weights" in state.backend.lacks or not state.backend.options.cache_weights:
-        return ""
+    backend = getattr(FP8State.of(model), "backend", None)
+    cached = backend is not None and "cache_weights" not in backend.lacks and backend.options.cache_weights
     elements = sum(m.weight.numel() for m in model.modules() if isinstance(m, FP8Linear))
-    if state.backend.options.cache_weights == "auto":
+    if cached == "auto":
         return f"fp8.cache_weights: auto keeps {format_bytes(elements)} more, from forward to backward, only where they are left over\n"
-    return f"fp8.cache_weights: true keeps {format_bytes(2 * elements)} more than the plan counts\n"
+    return (
+        f"fp8.cache_weights: true keeps {format_bytes(2 * elements)} more than the plan counts\n"
+        if cached
+        else ""
+    )

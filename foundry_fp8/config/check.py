@@ -212,7 +212,10 @@ def _words(hint: Any) -> str:
     if origin is not None and issubclass(origin, Mapping):
         return "a mapping"
     if origin is not None and issubclass(origin, Sequence):
-        of = {str: ' of strings, such as ["a", "b"]'}.get(_base(arguments[0]), "")
+        item = (
+            typing.get_args(arguments[0])[0] if typing.get_origin(arguments[0]) is Annotated else arguments[0]
+        )
+        of = {str: ' of strings, such as ["a", "b"]'}.get(item, "")
         return "a list" + (" of mappings" if dataclasses.is_dataclass(arguments[0]) else of)
     if dataclasses.is_dataclass(hint):
         return f"a mapping with {', '.join(field.name for field in dataclasses.fields(hint))}"
@@ -224,10 +227,6 @@ def _words(hint: Any) -> str:
         types.NoneType: "null",
     }
     return names.get(hint, f"a {hint.__name__}")
-
-
-def _base(hint: Any) -> Any:
-    return typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
 
 
 def _choices(hint: Any) -> list[str]:

@@ -27,8 +27,8 @@ _NAMES: dict[torch.dtype, Precision] = {
 
 
 def precision_of(dtype: torch.dtype) -> Precision:
-    """The ledger's name of a high-precision dtype. ``KeyError`` for any other."""
-    return _NAMES[dtype]
+    """The ledger's name of a high-precision dtype; torch's of any other, which has none."""
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")  # type: ignore[return-value]
 
 
 @dataclasses.dataclass

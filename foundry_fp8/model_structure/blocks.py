@@ -37,7 +37,10 @@ def transformer_stacks(model: nn.Module) -> list[list[Block]]:
         for blocks in found
         if any("attention" in type(m).__name__.lower() for _, block in blocks for m in block.modules())
     ]
-    return attending or sorted(found, key=_size)[-1:]
+    largest = sorted(
+        found, key=lambda stack: sum(p.numel() for _, block in stack for p in block.parameters())
+    )[-1:]
+    return attending or largest
 
 
 def transformer_blocks(model: nn.Module) -> list[Block]:
@@ -53,7 +56,3 @@ def block_index_of(name: str, blocks: Sequence[Block]) -> int | None:
 def block_label(index: int | None) -> str:
     """What a block is called in logs: ``layer_003``; ``outside`` for what lies in none."""
     return "outside" if index is None else f"layer_{index:03d}"
-
-
-def _size(blocks: Sequence[Block]) -> int:
-    return sum(p.numel() for _, block in blocks for p in block.parameters())

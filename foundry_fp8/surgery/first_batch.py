@@ -159,7 +159,7 @@ class ForwardTrace(TorchFunctionMode):
         if function in PRODUCTS:
             by = self._names[self._inside[-1]] or type(self._root).__name__
             for weight in weights:
-                self.products.setdefault(weight, Product(by, _precision(outputs[0].dtype), weights))
+                self.products.setdefault(weight, Product(by, precision_of(outputs[0].dtype), weights))
         elif None in found:
             self._with_data |= weights
         if None not in found:  # made of weights alone: a view, a cast, a merged adapter
@@ -216,13 +216,6 @@ def as_run(report: SurgeryReport, trace: ForwardTrace) -> tuple[SurgeryReport, l
 
 def _converted(module: nn.Module) -> TypeGuard[FP8GemmLayer | FP8DotProductAttention]:
     return isinstance(module, FP8GemmLayer | FP8DotProductAttention)
-
-
-def _precision(dtype: torch.dtype) -> str:
-    try:
-        return precision_of(dtype)
-    except KeyError:
-        return str(dtype).removeprefix("torch.")
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""``foundry-fp8 transfer``: what changes with width and depth, what stays, what is refused."""
+"""``examples/transfer.py``: what changes with width and depth, what stays, what is refused."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ import pytest
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
-from foundry_fp8.cli.main import app
 from foundry_fp8.models.mus import default_tau
+from tests.integrations.test_examples import example
 
 ROOT = Path(__file__).parents[2] / "yamls"
 
 
 def run(path, *options):
-    return CliRunner().invoke(app, ["transfer", str(path), *options])
+    return CliRunner().invoke(example("transfer").app, [str(path), *options])
 
 
 def test_mpt_grows_wider_and_deeper_and_its_learning_rate_stays():

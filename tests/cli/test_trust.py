@@ -96,7 +96,7 @@ def test_a_checkpoint_to_measure_runs_no_code(tmp_path):
     assert (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, ["init"], ["transfer", "--width", "64"]], ids=" ".join)
+@pytest.mark.parametrize("command", [*COMMANDS, ["init"]], ids=" ".join)
 def test_a_deep_yaml_is_said_to_be_one(command, tmp_path):
     (tmp_path / "run.yaml").write_text("a: " + "[" * 2000 + "]" * 2000 + "\n" + MODEL.format(more=""))
     done = run(command, tmp_path / "run.yaml")

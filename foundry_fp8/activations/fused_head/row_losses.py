@@ -136,7 +136,8 @@ class _RowLosses(torch.autograd.Function):
         ctx.call = call
         losses: Tensor | None = None
         buffer: Tensor | None = None
-        ctx.step = chunk or _chunk_rows(tensors, rows.is_cuda)
+        words = max(t.shape[0] for t in tensors if t.dim() == 2)  # of a weight [V, D]; LoRA's B has as many
+        ctx.step = chunk or max(1, (CHUNK_CUDA if rows.is_cuda else CHUNK) // words)
         with call.on(tensors):
             for some in _chunks(rows, ctx.step):
                 x = call.logits(rows[some])
@@ -192,11 +193,6 @@ def _dlogits(x: Tensor, scale: Tensor, index: Tensor) -> Tensor:
     with torch.no_grad(), without_autocast(autocast_type(x.device)):
         p = torch.softmax(x, 1, dtype=scale.dtype)
         return p.mul_(scale).scatter_add_(1, index, -scale).to(x.dtype)
-
-
-def _chunk_rows(tensors: Sequence[Tensor], cuda: bool) -> int:
-    words = max(t.shape[0] for t in tensors if t.dim() == 2)  # of a weight [V, D]; LoRA's B has as many
-    return max(1, (CHUNK_CUDA if cuda else CHUNK) // words)
 
 
 def _chunks(rows: Tensor, step: int) -> Iterator[slice]:

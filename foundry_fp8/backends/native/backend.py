@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import weakref
@@ -44,14 +43,6 @@ log = logging.getLogger(__name__)
 SM_FP8 = (8, 9)
 
 
-@dataclasses.dataclass(frozen=True)
-class _CachedWeight:
-    """A quantised weight, and what it was made of: another value of any of these makes another weight."""
-
-    key: tuple[object, ...]
-    quantized: tuple[Layout, Layout, Tensor]
-
-
 class NativeBackend(Backend):
     """FP8 on CUDA with torch and Triton alone.
 
@@ -69,7 +60,8 @@ class NativeBackend(Backend):
     def __init__(self, options: BackendOptions = DEFAULT_OPTIONS) -> None:
         super().__init__(options)
         self.room = Room()
-        self._cache: dict[str, _CachedWeight] = {}
+        # A quantised weight with what it was made of: another value of any of these makes another weight.
+        self._cache: dict[str, tuple[tuple[object, ...], tuple[Layout, Layout, Tensor]]] = {}
         self._written: tuple[object, ...] = ()
         self._warned = False
 
@@ -213,7 +205,7 @@ class NativeBackend(Backend):
         """Look for room; forget the cached weights if FSDP2's shards were written or adapters merged since the last forward."""
         if self.options.cache_weights == "auto":
             if self.room.there is None and model.training and torch.is_grad_enabled():
-                _watch_optimizers(self)
+                _watching().add(self)
                 self.room.look(model)
         elif (
             self.options.cache_weights
@@ -258,18 +250,20 @@ class NativeBackend(Backend):
             None if scale is None or module.slots is None else module.slots["w"].state.in_force().number,
         )
         found = self._cache.get(module.fqn)
-        if found is None or found.key != key:
+        if found is None or found[0] != key:
             from foundry_fp8.backends.native.linear import quantize_weight
 
             with torch.no_grad():
                 matrix = in_dtype(module.matrix, dtype).contiguous()
-                quantized = quantize_weight(matrix, call.plan, scale=scale, amax_slot=slot)
-            found = self._cache[module.fqn] = _CachedWeight(key, quantized)
+                found = self._cache[module.fqn] = (
+                    key,
+                    quantize_weight(matrix, call.plan, scale=scale, amax_slot=slot),
+                )
             # For optimizers that write through .data, which no version counter sees (LLM Foundry's DecoupledLionW does).
-            _watch_optimizers(self)
+            _watching().add(self)
         elif slot is not None:
-            torch.fmax(slot, found.quantized[2][0], out=slot)
-        return found.quantized
+            torch.fmax(slot, found[1][2][0], out=slot)
+        return found[1]
 
 
 def _follow(slot: DelayedSlot, x: Produced | None) -> None:
@@ -281,21 +275,15 @@ def _follow(slot: DelayedSlot, x: Produced | None) -> None:
         slot.state.join(slot, first)
 
 
-_watching: weakref.WeakSet[NativeBackend] = weakref.WeakSet()
-
-
-def _watch_optimizers(backend: NativeBackend) -> None:
-    _watching.add(backend)
-    _hook_optimizers()
-
-
 @functools.cache
-def _hook_optimizers() -> None:
-    """Once a process: torch keeps such hooks for all optimizers and for good."""
-    register_optimizer_step_post_hook(_after_optimizer_step)
+def _watching() -> weakref.WeakSet[NativeBackend]:
+    """Who is told of optimizers' steps. Torch keeps the hook for all optimizers and for good, so it is made once a process."""
+    backends: weakref.WeakSet[NativeBackend] = weakref.WeakSet()
 
+    def stepped(*_: object) -> None:
+        for backend in list(backends):
+            backend.room.stepped = True
+            backend.clear_weight_cache()
 
-def _after_optimizer_step(*_: object) -> None:
-    for backend in list(_watching):
-        backend.room.stepped = True
-        backend.clear_weight_cache()
+    register_optimizer_step_post_hook(stepped)
+    return backends

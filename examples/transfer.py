@@ -1,4 +1,7 @@
-"""``foundry-fp8 transfer proxy.yaml --width 4096``: the YAML of the wide run from the narrow one that was swept."""
+"""The YAML of a wide µnit-scaled run from the narrow one that was swept.
+
+python examples/transfer.py proxy.yaml --width 4096
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ from foundry_fp8.cli.yaml_model import read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, Positive, accept
 
-__all__ = ["transfer", "transfer_yaml"]
-
 NAMES = {
     "mpt_causal_lm": ("d_model", "n_layers", "n_heads", "ffn_config.ffn_hidden_size", "attn_config.kv_n_heads"),
     "mus_causal_lm": ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "num_key_value_heads"),
@@ -28,7 +29,11 @@ def transfer(
     layers: Annotated[int | None, typer.Option(help="Its layers; by default the proxy's.")] = None,
 ) -> None:
     """Print the YAML of a µnit-scaled run of another width (and depth), with what changes and why at its head."""
-    typer.echo(transfer_yaml(yaml, width=width, layers=layers))
+    try:
+        typer.echo(transfer_yaml(yaml, width=width, layers=layers))
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
 
 
 def transfer_yaml(path: Path, *, width: int, layers: int | None = None) -> str:
@@ -110,3 +115,10 @@ def transfer_yaml(path: Path, *, width: int, layers: int | None = None) -> str:
         "Unchanged, and yours to choose: batch size, duration, microbatch, sharding.",
     ]
     return "".join(f"# {line}\n" for line in said) + OmegaConf.to_yaml(config).rstrip("\n")
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app.command()(transfer)
+
+if __name__ == "__main__":
+    app()
