@@ -178,7 +178,7 @@ MUTANTS = [
     Mutant(f"{COMPRESSION}/readers.py", "return _KNOWN.get(node.name(), Reads.EXACTLY)", "return _KNOWN.get(node.name(), Reads.SMOOTHLY)", f"{COMPRESSION}/test_readers.py"),
     Mutant(DELAYED, "if trains and not self._inside_root and not inside_backward():", "if False:", T_PASSES),
     Mutant(DELAYED, "        self.__dict__.update(state)\n        self._start()", "        self.__dict__.update(state)\n        self._start()\n        self.amaxes = [amax.clone() for amax in self.amaxes]", T_PASSES),
-    Mutant("model_structure/blocks.py", "return attending or sorted(found, key=_size)[-1:]", "return sorted(found, key=_size)[-1:]", "model_structure/test_blocks.py"),
+    Mutant("model_structure/blocks.py", "return attending or largest", "return largest", "model_structure/test_blocks.py"),
     Mutant("model_structure/blocks.py", "if not blocks or expert_count(name, module) or not all", "if not blocks or not all", "model_structure/test_blocks.py"),
     Mutant("model_structure/wrappers.py", "return model.module if isinstance(model, DistributedDataParallel) else model", 'return getattr(model, "module", model)', "model_structure/test_wrappers.py"),
     Mutant("model_structure/wrappers.py", "if child is old and parent is not new:", "if child is old and parent is not new and all(m is not new for m in model.modules()):", "activations/checkpointing/test_apply.py"),
@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant("distributed/rows.py", "(exact or joined[-1][0] % block_size == 0)", "True", "distributed/test_rows.py"),
     Mutant("distributed/rows.py", "seed=noise.seed() if noise and section.quantized else None", "seed=None", "distributed/test_rows.py"),
     Mutant("distributed/traffic.py", "(wait or self._events[0][2].query())", "wait", "distributed/test_traffic.py"),
-    Mutant("backends/native/backend.py", "@functools.cache\ndef _watch_optimizers", "def _watch_optimizers", "backends/native/test_lifetime.py"),
+    Mutant("backends/native/backend.py", "@functools.cache\ndef _watching", "def _watching", "backends/native/test_lifetime.py"),
     Mutant("activations/checkpointing/apply.py", 'compression: PlannedCompression = "exact"', 'compression: PlannedCompression = "int8"', "activations/checkpointing"),
     Mutant("observe/kurtosis.py", "[1].clamp(-126, 126)", "[1].clamp(0, 0)", "observe/test_kurtosis.py"),
     # What the report and the comparison say.
