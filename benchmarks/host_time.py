@@ -1,6 +1,6 @@
 """What a linear's forward and backward cost the host in eager mode: `nn.Linear`, the native backend, torchao's float8 linear.
 
-    python benchmarks/host_time.py [--block] [--recipes current delayed block] [--repeats 40] [--profile current] [--save NAME]
+    python benchmarks/host_time.py [--block] [--recipes current delayed block] [--repeats 40] [--save NAME]
 
 `--block`: a whole block of Hugging Face's Llama instead, and what it launches.
 
@@ -31,40 +31,22 @@ import pytest
 import torch
 from common import environment, interleaved, median_ratio, save
 from torch import nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import foundry_fp8
 from foundry_fp8.kernels.delayed import update_delayed_
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from tests.kernels.fake_driver import TorchLaunches, fake_driver
+from tests.kernels.llama_block import LlamaBlock
 
 SIZE, LINEARS, STEPS = 32, 8, 10
 PEERS = ("tensorwise", "rowwise")
 FP8, ONE, LAUNCHES = torch.float8_e4m3fn, torch.ones(()), Counter[str]()
 
 
-class Block(nn.Module):
-    """A block of Hugging Face's Llama, with its positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes: dict[str, Any] = {"hidden_size": SIZE, "intermediate_size": 2 * SIZE, "num_attention_heads": 2}
-        config = LlamaConfig(**sizes, num_key_value_heads=1, num_hidden_layers=1, attn_implementation="sdpa")
-        self.block, positions = LlamaDecoderLayer(config, 0), torch.arange(SIZE)[None]
-        embeddings = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.bfloat16), positions)
-        self.given = {"position_ids": positions, "position_embeddings": embeddings}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``: ``[1, M, K]``."""
-        y: Any = self.block(x, **self.given)
-        return y if isinstance(y, torch.Tensor) else y[0]
-
-
 def plain(block: bool) -> nn.Module:
     """Linears in a row or a block, bfloat16."""
     row = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LINEARS)))
-    return (Block() if block else row).to(torch.bfloat16).train()
+    return (LlamaBlock(SIZE) if block else row).to(torch.bfloat16).train()
 
 
 def ours(recipe: str, block: bool) -> nn.Module:
@@ -167,7 +149,6 @@ def main() -> None:
     parser.add_argument("--block", action="store_true", help="a block of Llama instead of linears")
     parser.add_argument("--recipes", nargs="*", default=["current", "delayed", "block"])
     parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--profile", metavar="RECIPE", help="where one recipe's time goes, by function")
     parser.add_argument("--save", metavar="NAME", help="write results/NAME.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -175,9 +156,6 @@ def main() -> None:
     patch.setattr(DelayedScalingState, "roll", roll)
     with fake_driver(patch) as seen:
         seen.checks = False
-        if options.profile:
-            profile(step_of(ours(options.profile, options.block)))
-            return
         models = {
             "nn.Linear": plain(options.block),
             "least": least(options.block),
@@ -187,12 +165,17 @@ def main() -> None:
         models |= {name: model for name, model in peers.items() if model is not None}
         steps = {name: step_of(model) for name, model in models.items()}
         seconds = interleaved(steps, options.repeats, clock=time.process_time)
-        launches = {name: launched(step, seen) for name, step in steps.items()}
-    rows = []
+        launches = {}
+        for name, step in steps.items():
+            seen.launches.clear()
+            with TorchLaunches(seen):
+                step()
+            # A GEMM is an operator and a launch of the driver's.
+            launches[name] = sum(seen.launches.values()) - seen.launches["_scaled_mm"]
+    rows, per = [], STEPS * (1 if options.block else LINEARS)
     for name, times in seconds.items():
-        per = STEPS * (1 if options.block else LINEARS)
-        row = {"case": name, "microseconds": round(statistics.median(times) / per * 1e6, 1)}
-        row["launches"] = round(launches[name] / per, 1)
+        microseconds = round(statistics.median(times) / per * 1e6, 1)
+        row = {"case": name, "microseconds": microseconds, "launches": round(launches[name] / per, 1)}
         for other in ("nn.Linear", "torchao tensorwise"):
             if other in seconds:
                 row[f"of {other}"] = round(median_ratio(times, seconds[other]), 2)
@@ -201,26 +184,6 @@ def main() -> None:
     if options.save:
         what = "a block's" if options.block else "a linear's"
         save(options.save, {"machine": environment(), f"{what} forward and backward": rows})
-
-
-def launched(case: Callable[[], None], seen: Any) -> int:
-    """Kernels and operators that would launch something; a GEMM is an operator and a launch of the driver's, and counts once."""
-    seen.launches.clear()
-    with TorchLaunches(seen):
-        case()
-    return int(sum(seen.launches.values()) - seen.launches["_scaled_mm"])
-
-
-def profile(case: Callable[[], None]) -> None:
-    """Print the functions that take longest themselves."""
-    import cProfile
-    import pstats
-
-    case()
-    with cProfile.Profile(time.process_time) as found:
-        for _ in range(10):
-            case()
-    pstats.Stats(found).sort_stats("tottime").print_stats(45)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ class NativeBackend(Backend):
         elif not compiling and call.x[0] is None:
             shared = self.inputs.of(x, id(call.plan), dtype)
         with without_autocast(x.device.type):
-            cached = self.cached_weight(module, call, dtype)
+            cached = self.cached_weight(module, call, dtype) if self.options.cache_weights is True else None
             keep_w = not compiling and self.room.there is True and self.keeps_weight(x)
             given = call, cached, shared, keep_w, torch.is_grad_enabled()
             y: Tensor = NativeLinear.apply(x_hp, weight, bias, given)  # type: ignore[no-untyped-call]
