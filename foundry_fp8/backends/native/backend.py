@@ -46,12 +46,13 @@ SM_FP8 = (8, 9)
 class NativeBackend(Backend):
     """FP8 on CUDA with torch and Triton alone.
 
-    With ``cache_weights: auto`` a weight is quantised once for a forward and its backward, where the device has room (:mod:`.room`);
-    with ``true`` once per optimizer step instead of in every forward and again in its backward. That costs two bytes of memory a weight
-    element for as long as the model lives, under FSDP2 for the whole unsharded model; it saves time with gradient accumulation. What an optimizer changes is noticed, and so is whatever torch counts as a change
-    (:attr:`Tensor._version`), of a weight or of FSDP2's shard of it, and what PEFT merges into one; another write through ``.data`` is
-    not: call :meth:`clear_weight_cache` after one. Quantised in every forward all the same: what FSDP1 gathered (a warning says so),
-    what ``torch.compile`` traced, and what a CUDA graph captured.
+    With ``cache_weights: auto`` a weight is quantised once for a forward and its backward, where the device has room
+    (:mod:`.room`); with ``true`` once per optimizer step instead of in every forward and again in its backward. That costs two
+    bytes of memory a weight element for as long as the model lives, under FSDP2 for the whole unsharded model; it saves time with
+    gradient accumulation. What an optimizer changes is noticed, and so is whatever torch counts as a change
+    (:attr:`Tensor._version`), of a weight or of FSDP2's shard of it, and what PEFT merges into one; another write through ``.data``
+    is not: call :meth:`clear_weight_cache` after one. Quantised in every forward all the same: what FSDP1 gathered (a warning says
+    so), what ``torch.compile`` traced, and what a CUDA graph captured.
     """
 
     name: ClassVar[str] = "native"
