@@ -278,7 +278,7 @@ def _follow(slot: DelayedSlot, x: Produced | None) -> None:
 
 @functools.cache
 def _watching() -> weakref.WeakSet[NativeBackend]:
-    """Who is told of optimizers' steps. Torch keeps the hook for all optimizers and for good, so it is made once a process."""
+    """Who hears of optimizers' steps. Torch keeps the hook for all optimizers and for good, so it is made once a process."""
     backends: weakref.WeakSet[NativeBackend] = weakref.WeakSet()
 
     def stepped(*_: object) -> None:
