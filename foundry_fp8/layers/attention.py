@@ -117,6 +117,13 @@ class AttentionBackend(abc.ABC):
     def call_reason(self, module: FP8DotProductAttention, given: AttentionInputs) -> Availability:
         """Whether it takes this call; if not, why, and what would change that."""
 
+    def check_call(self, module: FP8DotProductAttention, given: AttentionInputs) -> None:
+        """Raise :class:`RuntimeError`, with the reason and the way out, where it does not take this call."""
+        found = self.call_reason(module, given)
+        if not found.ok:
+            said = f"FP8 attention cannot run on backend: {self.name}: {found.reason}. {found.remedy}"
+            raise RuntimeError(f"{module.fqn}: {said}")
+
     @abc.abstractmethod
     def attend(self, module: FP8DotProductAttention, given: AttentionInputs) -> Tensor:
         """The forward of ``module``, differentiable; the result as :meth:`FP8DotProductAttention.forward`."""

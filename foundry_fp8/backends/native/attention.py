@@ -143,17 +143,9 @@ class NativeAttention(AttentionBackend):
         return call_requirement(module.recipe, q, k, v, mask, self.machine)
 
     def attend(self, module: FP8DotProductAttention, given: AttentionInputs) -> Tensor:
-        """See :meth:`AttentionBackend.attend`.
-
-        Raises:
-            RuntimeError: cuDNN has no FP8 kernel for this call, with the reason and the way out.
-        """
+        """See :meth:`AttentionBackend.attend`. Raises as :meth:`AttentionBackend.check_call`."""
         assert module.recipe is not None
-        found = self.call_reason(module, given)
-        if not found.ok:
-            raise RuntimeError(
-                f"{module.fqn}: FP8 attention cannot run on the native backend: {found.reason}. {found.remedy}"
-            )
+        self.check_call(module, given)
         assert self.machine is not None
         q, k, v, mask, softmax_scale, _ = given
         b, h, tokens, d = q.shape

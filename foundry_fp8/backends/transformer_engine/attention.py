@@ -92,16 +92,8 @@ class TransformerEngineAttention(AttentionBackend):
 
     @torch.compiler.disable
     def attend(self, module: FP8DotProductAttention, given: AttentionInputs) -> Tensor:
-        """See :meth:`AttentionBackend.attend`.
-
-        Raises:
-            RuntimeError: cuDNN has no FP8 kernel for this call, with the reason and the way out.
-        """
-        found = self.call_reason(module, given)
-        if not found.ok:
-            raise RuntimeError(
-                f"{module.fqn}: FP8 attention cannot run through Transformer Engine: {found.reason}. {found.remedy}"
-            )
+        """See :meth:`AttentionBackend.attend`. Raises as :meth:`AttentionBackend.check_call`."""
+        self.check_call(module, given)
         q, k, v, mask, softmax_scale, dropout_p = given
         mask = mask.simplified
         assert module.recipe is not None
