@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from foundry_fp8.activations.fused_head.apply import FusedHead, apply_fused_head
 from foundry_fp8.activations.fused_head.logits import DeferredLogits
 from foundry_fp8.config import ConfigError
-from foundry_fp8.model_structure.wrappers import modules_by_clean_name
 from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.measure import clock, unchanged
 
@@ -36,31 +35,24 @@ def fused_head_applied(model: nn.Module, *, skip: bool) -> Iterator[FusedHead | 
 
 
 def head_seconds(
-    model: nn.Module,
     fused: FusedHead,
     loss_fn: Callable[[], Tensor],
     device: torch.device,
     cost_model: CostModel | None,
 ) -> float | None:
     """Seconds of the fused head's forward, which its backward repeats; ``None`` where it does not get its targets, and makes logits."""
-    head = modules_by_clean_name(model)[fused.name][1]
-    found: list[float] = []
-    taken: Callable[[], float]
-    with contextlib.ExitStack() as around:
+    run, found = fused.run, list[float]()
 
-        def before(module: nn.Module, args: Any) -> None:
-            nonlocal taken
-            taken = around.enter_context(_timed(device) if cost_model is None else cost_model.counting())
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with _timed(device) if cost_model is None else cost_model.counting() as taken:
+            output = run(*args, **kwargs)
+            found.extend([taken()] if isinstance(output, DeferredLogits) else [])
+        return output
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            seconds = taken()
-            around.close()
-            if isinstance(output, DeferredLogits):
-                found.append(seconds)
-
-        hooks = head.register_forward_pre_hook(before), head.register_forward_hook(after)
-        with hooks[0], hooks[1], unchanged(device), torch.no_grad():
-            loss_fn()
+    fused.run = timed  # type: ignore[method-assign]
+    with unchanged(device), torch.no_grad():
+        loss_fn()
+    del fused.run
     return found[-1] if found else None
 
 

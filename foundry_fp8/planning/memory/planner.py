@@ -407,7 +407,7 @@ class _Measuring:
             # Not under FSDP, which would be left in the middle of a step by a model that asks for logits.
             with contextlib.suppress(LogitsNotComputed), fused_head_applied(model, skip=self.sharded) as head:
                 if head is not None:
-                    again = head_seconds(model, head, self.loss_fn, self.device, self.cost_model)
+                    again = head_seconds(head, self.loss_fn, self.device, self.cost_model)
                     fused = None if again is None else measured_frame()
         return frame, lean, fused, again
 
