@@ -1,4 +1,4 @@
-"""A model as it was, after surgery that failed."""
+"""What is as it was afterwards: a model after surgery that failed, random generators."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["as_it_was_if_it_fails"]
+__all__ = ["as_it_was_if_it_fails", "random_state"]
 
 
 @contextmanager
@@ -36,3 +37,16 @@ def as_it_was_if_it_fails(model: nn.Module) -> Iterator[list[Callable[[], Any]]]
                 there.clear()
                 there.extend(content) if isinstance(there, list) else there.update(content)
         raise
+
+
+def random_state(device: torch.device) -> Callable[[], None]:
+    """Puts the default generators of the CPU and of ``device`` back to where they are now."""
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+    return restore

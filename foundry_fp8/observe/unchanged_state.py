@@ -15,6 +15,7 @@ from foundry_fp8.layers.delayed_scaling import states_of
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer
 from foundry_fp8.layers.ledger import GemmLedger
 from foundry_fp8.model_structure.names import named_modules_clean
+from foundry_fp8.model_structure.unchanged import random_state
 
 __all__ = ["FP8Layer", "fp8_layers", "unchanged_state"]
 
@@ -63,7 +64,8 @@ def unchanged_state(model: nn.Module) -> Iterator[Callable[[], None]]:
     for state in states:
         state.update()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    restore = [_random_numbers(model), *(state.saved() for state in states)]
+    device = next((p.device for p in parameters), torch.device("cpu"))
+    restore = [random_state(device), *(state.saved() for state in states)]
 
     @torch.no_grad()
     def rewind() -> None:
@@ -99,16 +101,3 @@ def unchanged_state(model: nn.Module) -> Iterator[Callable[[], None]]:
             vars(layer).update(own[name])
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-
-
-def _random_numbers(model: nn.Module) -> Callable[[], None]:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore() -> None:
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
-
-    return restore

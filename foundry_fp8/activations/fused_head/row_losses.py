@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry_fp8.layers.autocast import autocast_now, autocast_type, without_autocast
+from foundry_fp8.model_structure.unchanged import random_state
 
 __all__ = ["IGNORE", "HeadCall", "row_losses"]
 
@@ -56,7 +57,7 @@ class HeadCall:
         self.logits, self.slots = logits, list(_slots(head))
         self.type, self.autocast = autocast_type(rows.device), autocast_now(rows.device)
         dropout = any(isinstance(m, nn.Dropout) and m.p and m.training for m in head.modules())
-        self.random = _RandomState(rows.device) if dropout else None
+        self.random = random_state(rows.device) if dropout else None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -87,22 +88,6 @@ def _slots(head: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         for name, value in {**vars(module), **module._parameters}.items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 yield module, name
-
-
-class _RandomState:
-    """Of the generators that dropout draws from, to draw the same again."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.cpu = device, torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        with torch.random.fork_rng(devices=[] if self.cuda is None else [self.device]):
-            torch.set_rng_state(self.cpu)
-            if self.cuda is not None:
-                torch.cuda.set_rng_state(self.cuda, self.device)
-            yield
 
 
 def row_losses(
@@ -166,8 +151,14 @@ class _RowLosses(torch.autograd.Function):
         index = targets.masked_fill(ignored, 0).unsqueeze(1)
         drows = torch.empty_like(rows) if wants[0] else None
         sums: list[Tensor | None] = [None] * len(tensors)
-        same = call.random.again() if call.random else contextlib.nullcontext()
-        with torch.enable_grad(), same, call.on(tensors) as leaves:
+        devices = [rows.device] if call.random and rows.is_cuda else []
+        with (
+            torch.random.fork_rng(devices, call.random is not None),
+            torch.enable_grad(),
+            call.on(tensors) as leaves,
+        ):
+            if call.random is not None:  # dropout draws the same again
+                call.random()
             for some in _chunks(rows, ctx.step):
                 h = rows[some].detach().requires_grad_(wants[0])
                 x = call.logits(h)
