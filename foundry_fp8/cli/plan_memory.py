@@ -185,7 +185,7 @@ def _wanted(run: Run, budget: str | None, compression: str | None, gpu: str | No
 @contextlib.contextmanager
 def fake(model: Any) -> Iterator[None]:
     """Fake tensors in place of a model's on ``meta``: nothing is allocated."""
-    from foundry_fp8.planning.memory.routing import EqualShares
+    from foundry_fp8.planning.memory.dry_runs import EqualShares
 
     with FakeTensorMode(allow_non_fake_inputs=True), EqualShares(model):
         try:

@@ -43,13 +43,13 @@ from foundry_fp8.model_structure.wrappers import (
     own_class,
 )
 from foundry_fp8.planning.memory.cost_model import CostModel
+from foundry_fp8.planning.memory.dry_runs import left_out, repeated
 from foundry_fp8.planning.memory.head_option import fused_head_applied, head_seconds
 from foundry_fp8.planning.memory.host_link import host_link_of, moved_boundaries, moved_whole, offloaded
 from foundry_fp8.planning.memory.measure import BlockRun, Call, capture_calls, held_bytes, measure_frame
 from foundry_fp8.planning.memory.measure_sharded import ShardedBlockRun
 from foundry_fp8.planning.memory.options import BlockOption, options_of
 from foundry_fp8.planning.memory.plan import Measurements, MemoryPlan
-from foundry_fp8.planning.memory.repeated import left_out, repeated
 from foundry_fp8.planning.memory.solver import Cost, Frame, predict_peak, solve
 
 __all__ = ["apply_plan", "choose", "device_capacity", "measure", "measure_as_it_is", "plan_memory", "plan_of"]

@@ -9,9 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from foundry_fp8.planning.memory import planner
 from foundry_fp8.planning.memory.cost_model import CostModel
+from foundry_fp8.planning.memory.dry_runs import EqualShares, left_out, repeated
 from foundry_fp8.planning.memory.planner import measure
-from foundry_fp8.planning.memory.repeated import left_out, repeated
-from foundry_fp8.planning.memory.routing import EqualShares
 from foundry_fp8.surgery.apply import apply_fp8
 
 SIZES = {

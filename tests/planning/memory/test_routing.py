@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import foundry_fp8
+from foundry_fp8.planning.memory.dry_runs import EqualShares
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
-from foundry_fp8.planning.memory.routing import EqualShares
 from tests.model_zoo import TRANSFORMERS_4, dmoe, mpt
 
 EXPERTS, CHOSEN, TOKENS = 8, 2, 256

@@ -1,4 +1,4 @@
-"""Dry runs of deep models: of blocks that are equal, the first and the last run."""
+"""What dry runs leave out: of blocks that are equal all but the first and the last, and the choices of routers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foundry_fp8.compat.dispatch_mode import TorchDispatchMode
+from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.compat.pytree import tree_iter, tree_map
+from foundry_fp8.model_structure.experts import expert_count
 
-__all__ = ["left_out", "repeated"]
+__all__ = ["EqualShares", "left_out", "repeated"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,3 +94,26 @@ def left_out(
             vars(block).pop("forward", None)
             if forward is not None:
                 block.forward = forward
+
+
+class EqualShares(TorchDispatchMode):
+    """Gives each expert of ``model`` the same number of tokens, where fake tensors cannot say how many were chosen.
+
+    A model that loops over experts asks which of [choices, tokens] chose one: as many as an equal share. Of [experts], which are asked at
+    all: every one.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        counts = {expert_count(name, module) for name, module in model.named_modules()} - {None}
+        self.experts = max((count for count in counts if count is not None), default=1)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """``nonzero`` of fake tensors; everything else as it is."""
+        if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
+            mask = args[0]
+            chosen = mask.numel() if mask.dim() == 1 else -(-mask.numel() // self.experts)
+            return mask.new_zeros((chosen, mask.dim()), dtype=torch.long)
+        return func(*args, **(kwargs or {}))
