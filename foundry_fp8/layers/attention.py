@@ -121,7 +121,7 @@ class AttentionBackend(abc.ABC):
         """Raise :class:`RuntimeError`, with the reason and the way out, where it does not take this call."""
         found = self.call_reason(module, given)
         if not found.ok:
-            said = f"FP8 attention cannot run on backend: {self.name}: {found.reason}. {found.remedy}"
+            said = f"FP8 attention cannot run on the {self.name} backend: {found.reason}. {found.remedy}"
             raise RuntimeError(f"{module.fqn}: {said}")
 
     @abc.abstractmethod

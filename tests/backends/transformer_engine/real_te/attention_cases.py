@@ -207,7 +207,7 @@ def test_what_cudnn_cannot_do_is_an_error_that_says_so(kernel, changes, message)
     d = changes.get("head_dim", D)
     q, k, v = (torch.randn(B, h, S, d).to(changes.get("dtype", torch.bfloat16)) for h in (H, HK, HK))
     with pytest.raises(
-        RuntimeError, match=rf"attn: FP8 attention cannot run on backend: transformer_engine: .*{message}"
+        RuntimeError, match=rf"attn: FP8 attention cannot run on the transformer_engine backend: .*{message}"
     ):
         attention(q, k, v, mask=changes.get("mask", AttentionMask(causal=True)), softmax_scale=0.1)
 
