@@ -7,6 +7,7 @@ forward hooks on them for one batch and takes them away again, so that later bat
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -68,28 +69,9 @@ class Observer:
     def attach(self) -> None:
         """Hang the hooks in."""
         for name, module, operators in self.modules:
-            self.observed[name] = Observed()
-
-            def before(
-                module: nn.Module, args: Any, name: str = name, operators: tuple[str, ...] = operators
-            ) -> None:
-                if inside_backward():
-                    self._cached.append((module, cached_results(operators)))
-                seen = self.observed[name]
-                if not seen.calls:  # now: FSDP2 has gathered its parameters, and those of tensor parallelism alone are DTensors
-                    weights = (p for p in module.parameters() if p.dim() > 1)
-                    seen.share = min(map(own_share, weights), default=1.0)
-
-            def after(
-                module: nn.Module,
-                args: Any,
-                kwargs: dict[str, Any],
-                output: Any,
-                name: str = name,
-                operators: tuple[str, ...] = operators,
-            ) -> None:
-                self._see(self.observed[name], module, [*args, *kwargs.values()], output, operators)
-
+            seen = self.observed[name] = Observed()
+            before = functools.partial(self._ask, seen, operators)
+            after = functools.partial(self._see, seen, operators)
             self._handles.append(module.register_forward_pre_hook(self.guard(before)))
             self._handles.append(module.register_forward_hook(self.guard(after), with_kwargs=True))
 
@@ -99,8 +81,16 @@ class Observer:
             handle.remove()
         self._handles.clear()
 
+    def _ask(self, seen: Observed, operators: tuple[str, ...], module: nn.Module, args: Any) -> None:
+        if inside_backward():
+            self._cached.append((module, cached_results(operators)))
+        # Now: FSDP2 has gathered its parameters, and those of tensor parallelism alone are DTensors.
+        if not seen.calls:
+            weights = (p for p in module.parameters() if p.dim() > 1)
+            seen.share = min(map(own_share, weights), default=1.0)
+
     def _see(
-        self, seen: Observed, module: nn.Module, inputs: list[Any], output: Any, operators: tuple[str, ...]
+        self, seen: Observed, operators: tuple[str, ...], module: Any, args: Any, kwargs: Any, output: Any
     ) -> None:
         first = next(
             (t for t in (output if isinstance(output, tuple | list) else [output]) if _is_tensor(t)), None
@@ -119,7 +109,7 @@ class Observer:
                 "fp8" if getattr(module, "fp8", False) is True else _NAMES.get(first.dtype, "fp32")
             )
         # Also in a recompute: under reentrant checkpointing only that one builds a graph.
-        seen.dgrad |= any(_is_tensor(t) and t.requires_grad for t in inputs)
+        seen.dgrad |= any(_is_tensor(t) and t.requires_grad for t in (*args, *kwargs.values()))
         seen.backward |= first.requires_grad
 
 
