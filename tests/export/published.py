@@ -138,8 +138,8 @@ def qwen3(tied=False, **sizes):
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=64,
-        tie_word_embeddings=tied, pad_token_id=0, bos_token_id=0, eos_token_id=1, **{"hidden_size": 192, "intermediate_size": 320} | sizes,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=64,
+        tie_word_embeddings=tied, pad_token_id=0, bos_token_id=0, eos_token_id=1, **{"vocab_size": 160, "hidden_size": 192, "intermediate_size": 320} | sizes,
     )  # fmt: skip
     return Qwen3ForCausalLM(config)
 
