@@ -2,7 +2,8 @@
 
     python benchmarks/host_time.py [--block] [--recipes current delayed block] [--repeats 40] [--save NAME]
 
-`--block`: a whole block of Hugging Face's Llama instead, and what it launches.
+`--block`: a whole block of Hugging Face's Llama instead, what it launches, and what it moves outside of GEMMs and attention (MiB; an
+eighth of Llama-3 8B's block in each direction, 1024 tokens).
 
 No GPU is needed: tensors are tiny ones of the CPU, and Triton's driver is one that launches nothing (`tests/kernels/fake_driver.py`), so
 that what is timed is Python and torch's dispatcher; the delayed update is the one launch that it is on a GPU. Left out on our side: what the CUDA driver takes for a launch. Left in on the others'
@@ -36,7 +37,7 @@ import foundry_fp8
 from foundry_fp8.kernels.delayed import update_delayed_
 from foundry_fp8.layers.delayed_scaling import DelayedScalingState
 from tests.kernels.fake_driver import TorchLaunches, fake_driver
-from tests.kernels.llama_block import LlamaBlock
+from tests.kernels.llama_block import LlamaBlock, eighth, moved
 
 SIZE, LINEARS, STEPS = 32, 8, 10
 PEERS = ("tensorwise", "rowwise")
@@ -172,10 +173,13 @@ def main() -> None:
                 step()
             # A GEMM is an operator and a launch of the driver's.
             launches[name] = sum(seen.launches.values()) - seen.launches["_scaled_mm"]
+        eighths = {"nn.Linear": None, **{f"native {r}": r for r in options.recipes}} if options.block else {}
+        mib = {name: round(moved(eighth(recipe), seen) / 2**20, 1) for name, recipe in eighths.items()}
     rows, per = [], STEPS * (1 if options.block else LINEARS)
     for name, times in seconds.items():
         microseconds = round(statistics.median(times) / per * 1e6, 1)
         row = {"case": name, "microseconds": microseconds, "launches": round(launches[name] / per, 1)}
+        row |= {"MiB moved": mib[name]} if name in mib else {}
         for other in ("nn.Linear", "torchao tensorwise"):
             if other in seconds:
                 row[f"of {other}"] = round(median_ratio(times, seconds[other]), 2)

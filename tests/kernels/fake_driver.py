@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -42,14 +43,25 @@ class Seen:
         bound: How often Triton would have bound arguments, by kernel.
         compiled: What Triton's cache would have held at the end.
         timed: Timings of the block GEMM's tilings.
+        moved: Bytes that launches read and write, each tensor once, without GEMMs and attention: of ours, and of torch's under
+            :class:`TorchLaunches`.
     """
 
     launches: Counter = dataclasses.field(default_factory=Counter)
     bound: Counter = dataclasses.field(default_factory=Counter)
     compiled: set = dataclasses.field(default_factory=set)
     timed: int = 0
+    moved: int = 0
     checks: bool = True
-    """Whether a kernel that is launched again has to be the one that Triton would have chosen. Costs time."""
+    """Whether a kernel that is launched again has to be the one that Triton would have chosen, and its bytes count. Costs time."""
+
+
+def bytes_of(name, tensors):
+    """What a launch called ``name`` reads and writes; 0 of a GEMM or of attention."""
+    if "gemm" in name or name in ("mm", "_scaled_mm") or "attention" in name:
+        return 0
+    found = {(t.data_ptr(), t.shape): t.nbytes for t in tensors if isinstance(t, torch.Tensor)}
+    return sum(found.values())
 
 
 @dataclasses.dataclass
@@ -78,9 +90,11 @@ class TorchLaunches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.split("::")[1]
+        out = func(*args, **(kwargs or {}))
         if name not in LAUNCH_NOTHING and func.namespace == "aten":
             self.seen.launches[name] += 1
-        return func(*args, **(kwargs or {}))
+            self.seen.moved += bytes_of(name, tree_leaves((args, kwargs, out)))
+        return out
 
 
 @contextlib.contextmanager
@@ -105,12 +119,14 @@ def fake_driver(monkeypatch):
 
     def run(kernel, *args, grid, warmup=False, **kwargs):
         seen.launches[kernel.__name__] += 1
+        seen.moved += bytes_of(kernel.__name__, args)
         seen.bound[kernel.__name__] += 1
         seen.compiled.add(key := specialized(kernel, args, kwargs))
 
         def again(*values):
             seen.launches[kernel.__name__] += 1
             if seen.checks:
+                seen.moved += bytes_of(kernel.__name__, values)
                 options = {name: kwargs[name] for name in kwargs if name not in kernel.arg_names}
                 assert specialized(kernel, values, options) == key
 
