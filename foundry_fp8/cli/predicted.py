@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from foundry_fp8.activations.checkpointing.policy import policy_name
+from foundry_fp8.activations.checkpointing.targets import select
 from foundry_fp8.cli.cluster import shard_of
 from foundry_fp8.cli.hardware import Hardware
 from foundry_fp8.cli.plan_communication import workload_of
+from foundry_fp8.cli.yaml_model import build_yaml_model
+from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError
-from foundry_fp8.gpus import Gpu
+from foundry_fp8.gpus import GPUS, Gpu
+from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.planning.communication.machines import NETWORKS
 from foundry_fp8.planning.communication.step import Workload
 
 if TYPE_CHECKING:
     from foundry_fp8.numerics.recipes import Recipe
-    from foundry_fp8.planning.speed import Step
+    from foundry_fp8.planning.speed import Speed, Step
     from foundry_fp8.run.settings import Run
     from foundry_fp8.surgery.fp8_config import FP8Config
     from foundry_fp8.surgery.report import SurgeryReport
 
-__all__ = ["NETWORK_OF", "converted_step", "gains", "needs_newer", "of_step", "on_paper", "prediction"]
+__all__ = [
+    "PlannedRun",
+    "checkpoints_of",
+    "gains",
+    "needs_newer",
+    "of_step",
+    "on_paper",
+    "planned",
+    "prediction",
+]
 
 NETWORK_OF = {"b200": "b200-3200g", "b300": "b300-6400g", "gb200": "gb200-nvl72"}
 """Between the nodes of a GPU; of others that of H100s."""
@@ -56,17 +71,92 @@ def gains(report: SurgeryReport, gpu: Gpu) -> tuple[int, dict[str, str]]:
     return len(rows), {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def converted_step(model: Any, report: SurgeryReport, fp8: FP8Config, gpu: Gpu, length: int) -> Step:
-    """What a step of ``model`` does, which was converted on paper; under ``auto`` without what gains nothing."""
-    from foundry_fp8.layers.linear import FP8Linear
-    from foundry_fp8.planning.speed import model_step
-    from foundry_fp8.surgery.fusion import FusionPlan, plan_fusion
+def checkpoints_of(run: Run, model: Any) -> tuple[dict[str, str], str]:
+    """The modules whose forward the checkpoints of ``run`` repeat, ``full`` or ``selective``, and what of them is not known on paper."""
+    own = run.activation_checkpointing
+    if own is None:
+        wraps = next(
+            (
+                m.activation_checkpointing_fn
+                for m in model.modules()
+                if hasattr(m, "activation_checkpointing_fn")
+            ),
+            None,
+        )
+        if wraps is None or not getattr(run.fsdp, "activation_checkpointing", False):
+            return {}, ""
+        return {clean_name(name): "full" for name, module in model.named_modules() if wraps(module)}, ""
+    if own.budget is not None:
+        return (
+            {},
+            f"{own.key}.budget: a plan chooses by it; give the targets that foundry-fp8 plan memory prints",
+        )
+    policies = {
+        one.name: policy_name(one.policy)
+        for one in select(model, own.targets, own.policy, f"{own.key}.targets")
+    }
+    unknown = dict.fromkeys(
+        policy for policy in policies.values() if policy not in ("full", "selective", "offload")
+    )
+    left_out = "".join(f"{own.key}.policy: {policy}: what else runs again is not known" for policy in unknown)
+    return {name: policy for name, policy in policies.items() if policy in ("full", "selective")}, left_out
 
-    left = gains(report, gpu)[1] if fp8.of_backend.only_where_faster else {}
-    runs = {row.name for row in report.rows if row.action == "converted" and row.name not in left}
-    converted = {n: m for n, m in model.named_modules() if isinstance(m, FP8Linear) and n in runs}
-    fusion = FusionPlan() if fp8.fuse is False else plan_fusion(model, converted)
-    return model_step(model, runs, set(fusion.norms), set(fusion.mlps), length)
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """A YAML's run on one kind of GPU, its model converted on paper."""
+
+    config: Mapping[str, Any]
+    name: str
+    """Of the GPU."""
+    model: Any
+    fp8: FP8Config
+    report: SurgeryReport
+
+    @functools.cached_property
+    def checkpoints(self) -> tuple[dict[str, str], str]:
+        """See :func:`checkpoints_of`."""
+        return checkpoints_of(run_of(self.config), self.model)
+
+    @functools.cached_property
+    def step(self) -> Step:
+        """What a step does; under ``auto`` without what gains nothing."""
+        from foundry_fp8.layers.linear import FP8Linear
+        from foundry_fp8.planning.speed import model_step
+        from foundry_fp8.surgery.fusion import FusionPlan, plan_fusion
+
+        left = gains(self.report, GPUS[self.name])[1] if self.fp8.of_backend.only_where_faster else {}
+        runs = {row.name for row in self.report.rows if row.action == "converted" and row.name not in left}
+        converted = {n: m for n, m in self.model.named_modules() if isinstance(m, FP8Linear) and n in runs}
+        fusion = FusionPlan() if self.fp8.fuse is False else plan_fusion(self.model, converted)
+        length, again = self.config["max_seq_len"], self.checkpoints[0]
+        return model_step(self.model, runs, set(fusion.norms), set(fusion.mlps), length, again)
+
+    def speed(
+        self, micro: Workload, gpus: int, recipe: Recipe | None, *, key: str = "--gpus", network: str | None = None,
+        mfu: float | None = None, compressing: float = 0.0,
+    ) -> tuple[float, Speed]:  # fmt: skip
+        """Tokens a second of a GPU, and the step, whose microbatch is ``micro`` and takes ``compressing`` seconds a token more."""
+        from foundry_fp8.planning.speed import predict
+
+        run, step, gpu = run_of(self.config, gpus), self.step, GPUS[self.name]
+        if (
+            run.fsdp is None and run.activation_checkpointing is None
+        ):  # of one GPU, whose checkpoints were FSDP's
+            step = dataclasses.replace(step, again=None)
+        shard, work = shard_of(run, self.model, gpu.memory_bytes, key), of_step(micro, self.config, gpus)
+        wires = NETWORKS[network or NETWORK_OF.get(self.name, "h100-3200g")]
+        found = predict(step, work, recipe, gpus, shard, gpu, wires, mfu, compressing * work.tokens)
+        return work.tokens / found.seconds, found
+
+
+def planned(config: dict[str, Any], name: str) -> PlannedRun:
+    """The run of ``config`` on GPUs called ``name``; where it has no FP8, as ``recipe: auto`` would have it."""
+    from foundry_fp8.surgery.apply import apply_fp8
+    from foundry_fp8.surgery.fp8_config import FP8Config
+
+    model, fp8 = build_yaml_model(config, "meta"), run_of(config).fp8 or FP8Config(recipe="auto")
+    return PlannedRun(config, name, model, fp8, apply_fp8(model, device="cpu", **on_paper(fp8, GPUS[name])))
 
 
 def of_step(work: Workload, config: Mapping[str, Any], gpus: int) -> Workload:
@@ -76,28 +166,21 @@ def of_step(work: Workload, config: Mapping[str, Any], gpus: int) -> Workload:
     return dataclasses.replace(work, tokens=count * work.tokens, microbatches=count)
 
 
-def prediction(
-    config: Mapping[str, Any], run: Run, fp8: FP8Config, model: Any, report: SurgeryReport, hardware: Hardware
-) -> str | None:
-    """How much faster a converted run is on ``hardware``, in one line; ``None`` where it runs several recipes, or the lines on ranks refuse it."""
-    from foundry_fp8.planning.speed import USUAL_MFU, predict
-
+def prediction(planned: PlannedRun, run: Run, hardware: Hardware) -> str | None:
+    """How much faster ``run`` is on ``hardware``, in one line; ``None`` where it runs several recipes, or the lines on ranks refuse it."""
+    report = planned.report
     if len(report.recipes) != 1 or run.tensor_parallel:
         return None
-    gpu, gpus = hardware.gpu, hardware.devices
-    step = converted_step(model, report, fp8, gpu, config["max_seq_len"])
     try:
-        work = of_step(workload_of(config, model), config, gpus)
+        work = workload_of(planned.config, planned.model)
     except ConfigError as error:  # a microbatch that Composer finds
         return f"not predicted: {error} to foundry-fp8 plan speed"
     try:
-        shard = shard_of(run, model, gpu.memory_bytes, "--hardware")
+        _, found = planned.speed(work, hardware.devices, report.recipe)
     except ConfigError:
         return None
-    network = NETWORKS[NETWORK_OF.get(hardware.name, "h100-3200g")]
-    found = predict(step, work, report.recipe, gpus, shard, gpu, network, USUAL_MFU)
-    linears, left = gains(report, gpu)
+    linears, left = gains(report, hardware.gpu)
     return (
-        f"predicted on {hardware.name}x{gpus}: {found.estimate:.2f} x BF16, {found.low:.2f} to {found.high:.2f}; {linears - len(left)} of "
-        f"{linears} layers gain; foundry-fp8 plan speed says more"
+        f"predicted on {hardware.name}x{hardware.devices}: {found.estimate:.2f} x BF16, {found.low:.2f} to {found.high:.2f}; "
+        f"{linears - len(left)} of {linears} layers gain; foundry-fp8 plan speed says more"
     )

@@ -117,6 +117,52 @@ def test_the_numbers_of_gpus_are_as_many_as_the_shards_of_the_yaml_where_those_a
     assert counts(hybrid_sharding={"shard": 32}) == [32, 256, 1024]
 
 
+BLOCKS = {"targets": "mptblock"}
+
+
+def test_checkpoints_are_those_of_the_yaml_whoever_sets_them(written, tmp_path):
+    def plan_of(algorithms=None, fsdp=False):
+        path = written({"recipe": "current"}, algorithms, **WIDE)
+        config = yaml.safe_load((tmp_path / "run.yaml").read_text())
+        (tmp_path / "run.yaml").write_text(
+            yaml.safe_dump({**config, "fsdp_config": {"activation_checkpointing": fsdp}})
+        )
+        output = plan(path, "--gpus", "8", "--tokens", "65536").output
+        return re.search(r"checkpoints repeat (\d+)%", output)[1], rows(output)
+
+    none = plan_of()
+    every, half = (
+        plan_of({"activation_checkpointing": {"targets": t}}) for t in ("mptblock", {"mptblock": 1})
+    )
+    assert every == plan_of(fsdp=True)
+    assert none == plan_of({"activation_checkpointing": {**BLOCKS, "policy": "offload"}})
+    # A block's forward has 16 H^2 FLOPs and 4 H 33 / 2 of attention, the head 2 H 1024.
+    block, head = 16 * 2048**2 + 66 * 2048, 2 * 2048 * 1024
+    assert (none[0], half[0], every[0]) == (
+        "0",
+        *(f"{100 * n * block / (2 * block + head):.0f}" for n in (1, 2)),
+    )
+    for key in none[1]:
+        assert none[1][key][0] > half[1][key][0] > every[1][key][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"budget": 0.5}, "left out: algorithms.activation_checkpointing.budget"),
+        (
+            {**BLOCKS, "policy": ["aten.mm"]},
+            "left out: algorithms.activation_checkpointing.policy: save aten.mm",
+        ),
+    ],
+)
+def test_checkpoints_whose_share_is_not_known_on_paper_are_named(options, said, written):
+    result = plan(
+        written({"recipe": "current"}, {"activation_checkpointing": options}, **WIDE), "--gpus", "8"
+    )
+    assert said in result.output and "checkpoints repeat 0%" in result.output, result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -55,6 +55,8 @@ class Workload(Config):
     """Tokens a GPU and step."""
     attention_flops: Annotated[float, at_least(0)] = 0.0
     """Of attention's two GEMMs, forward and backward, a token; the rest are ``6 * parameters``, 4 of those that are frozen."""
+    repeated_flops: Annotated[float, at_least(0)] = 0.0
+    """Of a token, that checkpoints run again in the backward; MFU does not count them."""
     trained: Annotated[float, at_least(0), at_most(1)] = 1.0
     """Share of the parameters that train. What is frozen is gathered, and neither reduced nor held with a gradient."""
     mfu: Fraction = 0.4
@@ -139,7 +141,7 @@ def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) ->
     joined = 4 * work.units * legs.collective_seconds(activations, together, network, shots=2)
 
     compute = work.flops / together / work.microbatches / (gpu.bf16_flops * work.mfu)
-    forward = compute * work.forward_flops / work.flops
+    forward = compute * work.forward_flops / (work.flops + work.repeated_flops * work.tokens)
     backward = compute - forward
     again = gather if work.sharding == "FULL_SHARD" else 0.0
     one_forward, one_backward = work.units * gather, work.units * (again + scatter + reduce)
