@@ -22,7 +22,7 @@ knows whether FP8 speeds the rest up too, so there are two ends: the rest stays 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -132,7 +132,8 @@ def model_step(
         one: [n for n in gemms if f"{n}.".startswith(f"{one}.")] for one in again if again[one] == "full"
     }
     last = {names[-1] for names in inside.values() if names and gemms[names[-1]].share == 1}
-    totals, repeated = Counter[str](), Counter[str]()
+    totals: dict[str, float] = defaultdict(float)
+    repeated = totals.copy()
 
     def add(where: str, **terms: tuple[float, float]) -> None:
         """What the module ``where`` does in forward and in backward."""
@@ -179,7 +180,7 @@ def model_step(
             hidden = out.share * out.in_features
             add(parent, **{term: (f * hidden, b * hidden) for term, (f, b) in moved.items()})
 
-    def step(terms: Counter[str], **more: Any) -> Step:
+    def step(terms: dict[str, float], **more: Any) -> Step:
         return Step(**{f.name: terms[f.name] for f in dataclasses.fields(Step)} | more)
 
     shares = len(blocks) * repeated["launches"] / max(1, totals["launches"])
