@@ -76,7 +76,7 @@ def _lines(
     lines = [
         f"{work.parameters / 1e9:.2f} B parameters, {work.tokens} tokens a GPU and microbatch; checkpoints repeat {repeated:.0%} of a forward's FLOPs",
         *([f"left out: {left_out}"] if left_out else []),
-        f"{name}: {kind.source}, of which kernels reach the shares that an H100's reach; BF16 runs at {usual:.0%} MFU on few GPUs "
+        f"{name}: {kind.source}, of which kernels reach the shares that an H100's reach{', but ' * bool(plan.gpu.measured)}{plan.gpu.measured}; BF16 runs at {usual:.0%} MFU on few GPUs "
         f"({'given' if mfu else 'assumed, before what is repeated' if again else 'assumed'}); network {network}",
         "",
         f"{'recipe':10} {'GPUs':>6} {'tokens/s a GPU':>15} {'MFU':>6}  over BF16",
@@ -87,7 +87,7 @@ def _lines(
             over = f"{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})" if recipe else "1"
             label = recipe.name if recipe else "BF16"
             lines.append(f"{label:10} {count:6d} {rate:15.0f} {found.mfu:6.1%}  {over}")
-    linears, left = gains(report, kind)
+    linears, left = gains(report, plan.gpu)
     kinds = {kind_of(layer): f"{kind_of(layer)}: {why}" for layer, why in left.items()}
     lines += ["", f"{linears - len(left)} of {linears} linears gain from {report.recipe.name}"]
     return [*lines, *kinds.values()]

@@ -12,6 +12,7 @@ from foundry_fp8.activations.checkpointing.targets import select
 from foundry_fp8.cli.cluster import shard_of
 from foundry_fp8.cli.hardware import Hardware
 from foundry_fp8.cli.plan_communication import workload_of
+from foundry_fp8.cli.selftest.verdict import gpu_here
 from foundry_fp8.cli.yaml_model import build_yaml_model
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError
@@ -114,6 +115,11 @@ class PlannedRun:
     report: SurgeryReport
 
     @functools.cached_property
+    def gpu(self) -> Gpu:
+        """As this machine measured it, if it did."""
+        return gpu_here(self.name)
+
+    @functools.cached_property
     def checkpoints(self) -> tuple[dict[str, str], str]:
         """See :func:`checkpoints_of`."""
         return checkpoints_of(run_of(self.config), self.model)
@@ -125,7 +131,7 @@ class PlannedRun:
         from foundry_fp8.planning.speed import model_step
         from foundry_fp8.surgery.fusion import FusionPlan, plan_fusion
 
-        left = gains(self.report, GPUS[self.name])[1] if self.fp8.of_backend.only_where_faster else {}
+        left = gains(self.report, self.gpu)[1] if self.fp8.of_backend.only_where_faster else {}
         runs = {row.name for row in self.report.rows if row.action == "converted" and row.name not in left}
         converted = {n: m for n, m in self.model.named_modules() if isinstance(m, FP8Linear) and n in runs}
         fusion = FusionPlan() if self.fp8.fuse is False else plan_fusion(self.model, converted)
@@ -139,7 +145,7 @@ class PlannedRun:
         """Tokens a second of a GPU, and the step, whose microbatch is ``micro`` and takes ``compressing`` seconds a token more."""
         from foundry_fp8.planning.speed import predict
 
-        run, step, gpu = run_of(self.config, gpus), self.step, GPUS[self.name]
+        run, step, gpu = run_of(self.config, gpus), self.step, self.gpu
         if (
             run.fsdp is None and run.activation_checkpointing is None
         ):  # of one GPU, whose checkpoints were FSDP's
@@ -179,8 +185,9 @@ def prediction(planned: PlannedRun, run: Run, hardware: Hardware) -> str | None:
         _, found = planned.speed(work, hardware.devices, report.recipe)
     except ConfigError:
         return None
-    linears, left = gains(report, hardware.gpu)
+    linears, left = gains(report, planned.gpu)
     return (
         f"predicted on {hardware.name}x{hardware.devices}: {found.estimate:.2f} x BF16, {found.low:.2f} to {found.high:.2f}; "
+        f"{planned.gpu.measured}{'; ' * bool(planned.gpu.measured)}"
         f"{linears - len(left)} of {linears} layers gain; foundry-fp8 plan speed says more"
     )

@@ -7,6 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from foundry_fp8.cli.main import app
+from foundry_fp8.cli.selftest import verdict
 from tests.cli.test_plan_memory import MPT
 
 WIDE = {"d_model": 2048, "n_heads": 16, "n_layers": 2, "vocab_size": 1024}
@@ -161,6 +162,55 @@ def test_checkpoints_whose_share_is_not_known_on_paper_are_named(options, said, 
         written({"recipe": "current"}, {"activation_checkpointing": options}, **WIDE), "--gpus", "8"
     )
     assert said in result.output and "checkpoints repeat 0%" in result.output, result.output
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A function that keeps a self-test of this machine with rates."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def keep(rates):
+        verdict.keep({"date": "2026-11-29T10:00:00", "claims": [], **rates})
+
+    return keep
+
+
+MEASURED = {"gpu": "NVIDIA H100 80GB HBM3", "bf16": 5e14, "fp8": 5.5e14, "block": 5e14, "triton_block": 5e14, "bandwidth": 2e12}  # fmt: skip
+SAID = "bf16, fp8, block, triton_block, bandwidth as measured by this machine's self-test on 2026-11-29"
+
+
+def test_what_this_machine_measured_replaces_the_rates_of_its_kind(written, kept):
+    path = written({"recipe": "current"}, **WIDE)
+    more = "--gpus", "8", "--tokens", "65536"
+    table, other = (plan(path, "--gpu", gpu, *more).output for gpu in ("h100", "h200"))
+    kept({"rates": MEASURED})
+    output = plan(path, *more).output
+    assert SAID in output and SAID not in table and "the shares that an H100's reach;" in table
+    # FP8 is 1.1 times as fast as BF16 in its GEMMs now, and was 1.78 times.
+    assert rows(output)["current", 8][1] < 1.06 < rows(table)["current", 8][1]
+    assert plan(path, "--gpu", "h200", *more).output == other
+    assert "8 of 8 linears gain" in table and "0 of 8 linears gain" in output
+    assert "too small to gain: 2048 x" in output
+    faster = rows(plan(path, "--gpus", "8").output)["current", 8][1]
+    said = CliRunner().invoke(app, ["doctor", path, "--hardware", "h100x8"]).stdout
+    assert f"predicted on h100x8: {faster:.2f} x BF16" in said and f"; {SAID}; 0 of 8 layers gain" in said
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        {},
+        {"rates": None},
+        {"rates": {**MEASURED, "gpu": "NVIDIA A100-SXM4-80GB"}},
+        {"rates": {**MEASURED, "gpu": "NVIDIA H100 NVL"}},
+        {"rates": {**MEASURED, "gpu": None}},
+    ],
+)
+def test_a_self_test_without_rates_or_of_another_gpu_leaves_those_of_the_table(rates, written, kept):
+    path = written({"recipe": "current"}, **WIDE)
+    before = plan(path, "--gpus", "8").output
+    kept(rates)
+    assert plan(path, "--gpus", "8").output == before and "measured" not in before
 
 
 @pytest.mark.parametrize(
