@@ -28,16 +28,7 @@ if TYPE_CHECKING:
     from foundry_fp8.surgery.fp8_config import FP8Config
     from foundry_fp8.surgery.report import SurgeryReport
 
-__all__ = [
-    "PlannedRun",
-    "checkpoints_of",
-    "gains",
-    "needs_newer",
-    "of_step",
-    "on_paper",
-    "planned",
-    "prediction",
-]
+__all__ = ["NETWORK_OF", "PlannedRun", "gains", "needs_newer", "on_paper", "planned", "prediction"]
 
 NETWORK_OF = {"b200": "b200-3200g", "b300": "b300-6400g", "gb200": "gb200-nvl72"}
 """Between the nodes of a GPU; of others that of H100s."""
@@ -72,37 +63,6 @@ def gains(report: SurgeryReport, gpu: Gpu) -> tuple[int, dict[str, str]]:
     return len(rows), {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def checkpoints_of(run: Run, model: Any) -> tuple[dict[str, str], str]:
-    """The modules whose forward the checkpoints of ``run`` repeat, ``full`` or ``selective``, and what of them is not known on paper."""
-    own = run.activation_checkpointing
-    if own is None:
-        wraps = next(
-            (
-                m.activation_checkpointing_fn
-                for m in model.modules()
-                if hasattr(m, "activation_checkpointing_fn")
-            ),
-            None,
-        )
-        if wraps is None or not getattr(run.fsdp, "activation_checkpointing", False):
-            return {}, ""
-        return {clean_name(name): "full" for name, module in model.named_modules() if wraps(module)}, ""
-    if own.budget is not None:
-        return (
-            {},
-            f"{own.key}.budget: a plan chooses by it; give the targets that foundry-fp8 plan memory prints",
-        )
-    policies = {
-        one.name: policy_name(one.policy)
-        for one in select(model, own.targets, own.policy, f"{own.key}.targets")
-    }
-    unknown = dict.fromkeys(
-        policy for policy in policies.values() if policy not in ("full", "selective", "offload")
-    )
-    left_out = "".join(f"{own.key}.policy: {policy}: what else runs again is not known" for policy in unknown)
-    return {name: policy for name, policy in policies.items() if policy in ("full", "selective")}, left_out
-
-
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
     """A YAML's run on one kind of GPU, its model converted on paper."""
@@ -121,8 +81,25 @@ class PlannedRun:
 
     @functools.cached_property
     def checkpoints(self) -> tuple[dict[str, str], str]:
-        """See :func:`checkpoints_of`."""
-        return checkpoints_of(run_of(self.config), self.model)
+        """The modules whose forward checkpoints repeat, ``full`` or ``selective``, and what of them is not known on paper."""
+        run, model, names = run_of(self.config), self.model, ("full", "selective", "offload")
+        own = run.activation_checkpointing
+        if own is None:
+            asked = getattr(run.fsdp, "activation_checkpointing", False)
+            wraps = [m for m in model.modules() if asked and hasattr(m, "activation_checkpointing_fn")][:1]
+            of_fsdp = (
+                clean_name(n)
+                for top in wraps
+                for n, m in model.named_modules()
+                if top.activation_checkpointing_fn(m)
+            )
+            return dict.fromkeys(of_fsdp, "full"), ""
+        if own.budget is not None:
+            return {}, f"{own.key}.budget; give the targets that foundry-fp8 plan memory prints"
+        chosen = select(model, own.targets, own.policy, f"{own.key}.targets")
+        unknown = next((policy_name(one.policy) for one in chosen if one.policy not in names), None)
+        known = {one.name: str(one.policy) for one in chosen if one.policy in names[:2]}
+        return known, f"{own.key}.policy: what runs again beside {unknown}" if unknown else ""
 
     @functools.cached_property
     def step(self) -> Step:
@@ -145,12 +122,13 @@ class PlannedRun:
         """Tokens a second of a GPU, and the step, whose microbatch is ``micro`` and takes ``compressing`` seconds a token more."""
         from foundry_fp8.planning.speed import predict
 
-        run, step, gpu = run_of(self.config, gpus), self.step, self.gpu
-        if (
-            run.fsdp is None and run.activation_checkpointing is None
-        ):  # of one GPU, whose checkpoints were FSDP's
+        config, run, step, gpu = self.config, run_of(self.config, gpus), self.step, self.gpu
+        if run.fsdp is None and run.activation_checkpointing is None:  # one GPU: there are none of FSDP's
             step = dataclasses.replace(step, again=None)
-        shard, work = shard_of(run, self.model, gpu.memory_bytes, key), of_step(micro, self.config, gpus)
+        shard = shard_of(run, self.model, gpu.memory_bytes, key)
+        total, size = config.get("global_train_batch_size"), config.get("device_train_microbatch_size")
+        count = max(1, total // gpus // size) if isinstance(total, int) and isinstance(size, int) else 1
+        work = dataclasses.replace(micro, tokens=count * micro.tokens, microbatches=count)
         wires = NETWORKS[network or NETWORK_OF.get(self.name, "h100-3200g")]
         found = predict(step, work, recipe, gpus, shard, gpu, wires, mfu, compressing * work.tokens)
         return work.tokens / found.seconds, found
@@ -165,16 +143,9 @@ def planned(config: dict[str, Any], name: str) -> PlannedRun:
     return PlannedRun(config, name, model, fp8, apply_fp8(model, device="cpu", **on_paper(fp8, GPUS[name])))
 
 
-def of_step(work: Workload, config: Mapping[str, Any], gpus: int) -> Workload:
-    """``work``, which is of a microbatch, with all microbatches of a step on so many GPUs."""
-    total, micro = config.get("global_train_batch_size"), config.get("device_train_microbatch_size")
-    count = max(1, total // gpus // micro) if isinstance(total, int) and isinstance(micro, int) else 1
-    return dataclasses.replace(work, tokens=count * work.tokens, microbatches=count)
-
-
 def prediction(planned: PlannedRun, run: Run, hardware: Hardware) -> str | None:
     """How much faster ``run`` is on ``hardware``, in one line; ``None`` where it runs several recipes, or the lines on ranks refuse it."""
-    report = planned.report
+    report, gpu = planned.report, planned.gpu
     if len(report.recipes) != 1 or run.tensor_parallel:
         return None
     try:
@@ -185,9 +156,9 @@ def prediction(planned: PlannedRun, run: Run, hardware: Hardware) -> str | None:
         _, found = planned.speed(work, hardware.devices, report.recipe)
     except ConfigError:
         return None
-    linears, left = gains(report, planned.gpu)
-    return (
-        f"predicted on {hardware.name}x{hardware.devices}: {found.estimate:.2f} x BF16, {found.low:.2f} to {found.high:.2f}; "
-        f"{planned.gpu.measured}{'; ' * bool(planned.gpu.measured)}"
-        f"{linears - len(left)} of {linears} layers gain; foundry-fp8 plan speed says more"
-    )
+    linears, left = gains(report, gpu)
+    left_out = planned.checkpoints[1] and f"left out: {planned.checkpoints[1]}"
+    return "; ".join(filter(None, (
+        f"predicted on {hardware.name}x{hardware.devices}: {found.estimate:.2f} x BF16, {found.low:.2f} to {found.high:.2f}",
+        gpu.measured, left_out, f"{linears - len(left)} of {linears} layers gain", "foundry-fp8 plan speed says more",
+    )))  # fmt: skip

@@ -153,15 +153,16 @@ def test_checkpoints_are_those_of_the_yaml_whoever_sets_them(written, tmp_path):
         ({"budget": 0.5}, "left out: algorithms.activation_checkpointing.budget"),
         (
             {**BLOCKS, "policy": ["aten.mm"]},
-            "left out: algorithms.activation_checkpointing.policy: save aten.mm",
+            "left out: algorithms.activation_checkpointing.policy: what runs again beside save aten.mm",
         ),
     ],
 )
 def test_checkpoints_whose_share_is_not_known_on_paper_are_named(options, said, written):
-    result = plan(
-        written({"recipe": "current"}, {"activation_checkpointing": options}, **WIDE), "--gpus", "8"
-    )
+    path = written({"recipe": "current"}, {"activation_checkpointing": options}, **WIDE)
+    result = plan(path, "--gpus", "8")
     assert said in result.output and "checkpoints repeat 0%" in result.output, result.output
+    doctor = CliRunner().invoke(app, ["doctor", path, "--hardware", "h100x8"]).stdout
+    assert f"; {said}" in doctor.splitlines()[-1]
 
 
 @pytest.fixture

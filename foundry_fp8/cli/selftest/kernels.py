@@ -63,9 +63,9 @@ def main() -> int:
 
 def measured_rates(device: torch.device, size: int = 8192, seconds: float = 0.2) -> dict[str, float]:
     """Of :class:`~foundry_fp8.backends.size_rule.Rates`, those that ``device`` reaches with operands of ``size`` x ``size``."""
-    x = torch.randn(size, size, device=device).bfloat16()
+    x, flops = torch.randn(size, size, device=device).bfloat16(), 2 * size**3
 
-    def quantised(recipe: Recipe, operand: Operand) -> Layout:
+    def cast(recipe: Recipe, operand: Operand) -> Layout:
         plan = plan_of(recipe)
         return SCALINGS[plan.kind].quantize(Source(x), operand, plan, BOTH, (None, None, None), direct=False)[
             0
@@ -73,18 +73,15 @@ def measured_rates(device: torch.device, size: int = 8192, seconds: float = 0.2)
 
     def product(recipe: Recipe) -> float:
         plan, took = plan_of(recipe), 0.0
-        for which, of_a, of_b in GEMMS:
-            a, b = quantised(recipe, of_a), quantised(recipe, of_b)
-            multiply = functools.partial(
-                SCALINGS[plan.kind].multiply, which, a, b, plan, (size, size, x.dtype)
-            )
-            took += shortest(functools.partial(multiply, direct=False), seconds)
-        return 2 * size**3 * len(GEMMS) / took
+        for which, a, b in GEMMS:
+            given = which, cast(recipe, a), cast(recipe, b), plan, (size, size, x.dtype)
+            took += shortest(functools.partial(SCALINGS[plan.kind].multiply, *given, direct=False), seconds)
+        return flops * len(GEMMS) / took
 
     current, block = CurrentScaling(), BlockScaling()
-    found = {"bf16": 2 * size**3 / shortest(lambda: x @ x, seconds), "fp8": product(current)}
+    found = {"bf16": flops / shortest(lambda: x @ x, seconds), "fp8": product(current)}
     found["bandwidth"] = (
-        bytes_per_element(current) * x.numel() / shortest(lambda: quantised(current, "x"), seconds)
+        bytes_per_element(current) * x.numel() / shortest(lambda: cast(current, "x"), seconds)
     )
     if NativeBackend().availability(block, device).ok:
         found["triton_block" if block_mode_missing() else "block"] = product(block)
