@@ -72,9 +72,9 @@ def _lines(
     if (newer := needs_newer(recipes, name, kind)) is not None:
         raise ConfigError(f"algorithms.fp8.recipe: {newer}.")
     again, left_out = plan.step.again, plan.checkpoints[1]
-    repeated = 3 * again.flops / plan.step.flops if again else 0.0
+    repeated = again.flops / plan.step.flops if again else 0.0
     lines = [
-        f"{work.parameters / 1e9:.2f} B parameters, {work.tokens} tokens a GPU and microbatch; checkpoints repeat {repeated:.0%} of a forward's FLOPs",
+        f"{work.parameters / 1e9:.2f} B parameters, {work.tokens} tokens a GPU and microbatch; checkpoints add {repeated:.0%} FLOPs",
         *([f"left out: {left_out}"] if left_out else []),
         f"{name}: {kind.source}, of which kernels reach the shares that an H100's reach{', but ' * bool(plan.gpu.measured)}{plan.gpu.measured}; BF16 runs at {usual:.0%} MFU on few GPUs "
         f"({'given' if mfu else 'assumed, before what is repeated' if again else 'assumed'}); network {network}",

@@ -246,13 +246,13 @@ def predict(
     alone = step.flops * work.tokens / (gpu.bf16_flops * (mfu or USUAL_MFU))
     if again is not None:
         alone += 0.0 if mfu else micro * again.kernel_seconds(work.tokens / micro, gpu, None)
-        work = dataclasses.replace(work, repeated_flops=again.flops - again.stops)
+        work = dataclasses.replace(work, repeated=(again.flops - again.stops) / step.flops)
     alone = max(alone, bf16, plain)
     ends = alone / max(alone - bf16 + fp8, plain if recipe is None else coded), bf16 / fp8
 
     def seconds(faster: float) -> float:
-        busy = work.flops * faster / alone / gpu.bf16_flops
-        return layout(dataclasses.replace(work, mfu=min(1.0, busy)), gpus, shard, gpu, network).step_seconds
+        one = dataclasses.replace(work, compute_seconds=alone / faster)
+        return layout(one, gpus, shard, gpu, network).step_seconds
 
     whole, taken = seconds(1.0), seconds(sum(ends) / 2)
     low, high = (whole / seconds(end) for end in sorted(ends))

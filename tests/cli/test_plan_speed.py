@@ -129,7 +129,7 @@ def test_checkpoints_are_those_of_the_yaml_whoever_sets_them(written, tmp_path):
             yaml.safe_dump({**config, "fsdp_config": {"activation_checkpointing": fsdp}})
         )
         output = plan(path, "--gpus", "8", "--tokens", "65536").output
-        return re.search(r"checkpoints repeat (\d+)%", output)[1], rows(output)
+        return re.search(r"checkpoints add (\d+)% FLOPs", output)[1], rows(output)
 
     none = plan_of()
     every, half = (
@@ -141,7 +141,7 @@ def test_checkpoints_are_those_of_the_yaml_whoever_sets_them(written, tmp_path):
     block, head = 16 * 2048**2 + 66 * 2048, 2 * 2048 * 1024
     assert (none[0], half[0], every[0]) == (
         "0",
-        *(f"{100 * n * block / (2 * block + head):.0f}" for n in (1, 2)),
+        *(f"{100 * n * block / 3 / (2 * block + head):.0f}" for n in (1, 2)),
     )
     for key in none[1]:
         assert none[1][key][0] > half[1][key][0] > every[1][key][0]
@@ -160,7 +160,7 @@ def test_checkpoints_are_those_of_the_yaml_whoever_sets_them(written, tmp_path):
 def test_checkpoints_whose_share_is_not_known_on_paper_are_named(options, said, written):
     path = written({"recipe": "current"}, {"activation_checkpointing": options}, **WIDE)
     result = plan(path, "--gpus", "8")
-    assert said in result.output and "checkpoints repeat 0%" in result.output, result.output
+    assert said in result.output and "checkpoints add 0% FLOPs" in result.output, result.output
     doctor = CliRunner().invoke(app, ["doctor", path, "--hardware", "h100x8"]).stdout
     assert f"; {said}" in doctor.splitlines()[-1]
 

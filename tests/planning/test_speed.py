@@ -376,6 +376,30 @@ def test_checkpoints_cost_what_was_published():
     assert 0.95 < slowed("selective", 1.0) < 1
 
 
+def test_experts_that_a_token_does_not_pass_take_no_time():
+    """On one GPU, which communicates nothing: four times the parameters, and the same FLOPs a token."""
+    step, recipe = step_of("Llama 8B", 4096), RECIPES["current"]()
+    works = (Workload(parameters=n * step.trained, units=32, tokens=8192) for n in (1, 4))
+    one, four = (predict(step, work, recipe, 1, 1, GPUS["h100"], NETWORKS["h100-3200g"]) for work in works)
+    assert one.estimate > 1.2 and four.estimate == pytest.approx(one.estimate)
+    assert four.seconds == pytest.approx(one.seconds) and four.mfu == pytest.approx(one.mfu)
+
+
+def test_a_frozen_models_checkpoints_add_half():
+    """Fprop and dgrad are its GEMMs, and of the repeated fprop's nothing is spared."""
+
+    def lora(n):
+        model = llama(n, **SMALL).requires_grad_(False)
+        model.model.embed_tokens.requires_grad_()
+        return model
+
+    step = converted(lora, 2, 64, policy="full")
+    linears = 2 * 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
+    assert step.again.fp8_flops == linears and step.fp8_flops == 2 * linears
+    work = Workload(parameters=1e6, units=2, tokens=8192, trained=0.0)
+    assert predict(step, work, None, 8, 8, GPUS["h100"], NETWORKS["h100-3200g"]).seconds > 0
+
+
 def test_a_given_mfu_is_of_the_run_with_its_checkpoints():
     """BF16 takes what its MFU says; only what FP8 makes of it differs."""
     plain, again = (predicted("Llama 8B", "h100", 1, None, True, 8192, 8192, 0.35, p) for p in ("", "full"))
