@@ -71,13 +71,17 @@ def _lines(
     recipes = report.recipes if run.fp8 else [RECIPES[recipe]() for recipe in names]
     if (newer := needs_newer(recipes, name, kind)) is not None:
         raise ConfigError(f"algorithms.fp8.recipe: {newer}.")
-    again, left_out = plan.step.again, plan.checkpoints[1]
+    again, left_out, measured = (
+        plan.step.again,
+        plan.checkpoints[1],
+        plan.gpu.measured and f", but {plan.gpu.measured}",
+    )
     repeated = again.flops / plan.step.flops if again else 0.0
     lines = [
         f"{work.parameters / 1e9:.2f} B parameters, {work.tokens} tokens a GPU and microbatch; checkpoints add {repeated:.0%} FLOPs",
         *([f"left out: {left_out}"] if left_out else []),
-        f"{name}: {kind.source}, of which kernels reach the shares that an H100's reach{', but ' * bool(plan.gpu.measured)}{plan.gpu.measured}; BF16 runs at {usual:.0%} MFU on few GPUs "
-        f"({'given' if mfu else 'assumed, before what is repeated' if again else 'assumed'}); network {network}",
+        f"{name}: {kind.source}, of which kernels reach the shares that an H100's reach{measured}; BF16 runs at {usual:.0%} MFU on few "
+        f"GPUs ({'given' if mfu else 'assumed, before what is repeated' if again else 'assumed'}); network {network}",
         "",
         f"{'recipe':10} {'GPUs':>6} {'tokens/s a GPU':>15} {'MFU':>6}  over BF16",
     ]

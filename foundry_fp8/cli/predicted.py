@@ -85,15 +85,12 @@ class PlannedRun:
         run, model, names = run_of(self.config), self.model, ("full", "selective", "offload")
         own = run.activation_checkpointing
         if own is None:
-            asked = getattr(run.fsdp, "activation_checkpointing", False)
-            wraps = [m for m in model.modules() if asked and hasattr(m, "activation_checkpointing_fn")][:1]
-            of_fsdp = (
-                clean_name(n)
-                for top in wraps
-                for n, m in model.named_modules()
-                if top.activation_checkpointing_fn(m)
-            )
-            return dict.fromkeys(of_fsdp, "full"), ""
+            if not getattr(run.fsdp, "activation_checkpointing", False):
+                return {}, ""
+            # As Composer asks: the model inside its own.
+            asked = next((m for m in model.modules() if hasattr(m, "activation_checkpointing_fn")), None)
+            wraps = getattr(asked, "activation_checkpointing_fn", lambda module: False)
+            return {clean_name(n): "full" for n, m in model.named_modules() if wraps(m)}, ""
         if own.budget is not None:
             return {}, f"{own.key}.budget; give the targets that foundry-fp8 plan memory prints"
         chosen = select(model, own.targets, own.policy, f"{own.key}.targets")

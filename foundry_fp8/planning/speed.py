@@ -128,10 +128,9 @@ def model_step(
     """
     gemms = {gemm.name: gemm for gemm in gemms_of(model)}
     blocks, again = transformer_blocks(model), again or {}
-    inside = {
-        one: [n for n in gemms if f"{n}.".startswith(f"{one}.")] for one in again if again[one] == "full"
-    }
-    last = {names[-1] for names in inside.values() if names and gemms[names[-1]].share == 1}
+    full = [one for one, policy in again.items() if policy == "full"]
+    ends = ([n for n in gemms if f"{n}.".startswith(f"{one}.")][-1:] for one in full)
+    last = {n for end in ends for n in end if gemms[n].share == 1}
     totals: dict[str, float] = defaultdict(float)
     repeated = totals.copy()
 
@@ -145,14 +144,12 @@ def model_step(
                 repeated[term] += forward
 
     for name, gemm in gemms.items():
-        product = gemm.per_token, sum(gemm.flops(1).values()) - gemm.per_token
-        add(name, **{"fp8_flops" if name in fp8 else "other_flops": product})
+        casts = gemm.share * gemm.in_features, gemm.share * gemm.out_features
+        products = gemm.per_token, sum(gemm.flops(1).values()) - gemm.per_token
+        add(name, **{"fp8_flops" if name in fp8 else "other_flops": products})
         if name in fp8:
-            casts, half = (
-                (gemm.share * gemm.in_features, gemm.share * gemm.out_features),
-                gemm.in_features * gemm.out_features / 2,
-            )
-            add(name, cast=casts, cast_fused=casts, weights=(half, half))
+            layout_of = gemm.in_features * gemm.out_features / 2
+            add(name, cast=casts, cast_fused=casts, weights=(layout_of, layout_of))
     for shape in attention_shapes(model):
         forward = shape.forward_flops(attended_pairs(length, shape.window, shape.causal)) / length
         add(shape.name, attention_flops=(forward, 2 * forward))
