@@ -26,21 +26,17 @@ from foundry_fp8.backends.size_rule import rates_of
 from foundry_fp8.cli.cluster import cluster_of, limit_of
 from foundry_fp8.cli.plan_communication import workload_of
 from foundry_fp8.cli.plan_memory import convert, fake, step_of, without_flash
-from foundry_fp8.cli.predicted import NETWORK_OF, converted_step, of_step, on_paper
+from foundry_fp8.cli.predicted import planned
 from foundry_fp8.cli.quiet import quiet
 from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, parse_bytes
 from foundry_fp8.gpus import GPUS
-from foundry_fp8.planning.communication.machines import NETWORKS
 from foundry_fp8.planning.memory.cluster import Cluster, on_cluster
 from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
 from foundry_fp8.planning.memory.planner import measure_as_it_is
-from foundry_fp8.planning.speed import USUAL_MFU, predict
 from foundry_fp8.run.settings import Run
-from foundry_fp8.surgery.apply import apply_fp8
-from foundry_fp8.surgery.fp8_config import FP8Config
 
 CPU = torch.device("cpu")
 MOST = 2**16
@@ -133,25 +129,17 @@ def largest_that_fits(held: Callable[[int], tuple[int, float]], limit: int, most
     return bisect.bisect_left(range(1, most), True, key=lambda n: held(n)[0] > limit)
 
 
-def table(yaml: Path, gpu: str = "h100", gpus: int = 8, mfu: float = USUAL_MFU) -> Iterator[str]:
+def table(yaml: Path, gpu: str = "h100", gpus: int = 8, mfu: float | None = None) -> Iterator[str]:
     """:func:`largest_lines` of a YAML's run on so many GPUs; ``mfu`` is that of its BF16 run."""
-    config, kind = read_yaml(yaml, trust=True), GPUS[gpu]
-    model = build_yaml_model(config, "meta")
-    run = run_of(config, gpus)
-    fp8 = run.fp8 or FP8Config(recipe="auto")
-    shard = cluster_of(run, model, kind.memory_bytes).shard
-    report = apply_fp8(model, device="cpu", **on_paper(fp8, kind))
-    step = converted_step(model, report, fp8, kind, config["max_seq_len"])
-    network = NETWORKS[NETWORK_OF.get(gpu, "h100-3200g")]
+    config = read_yaml(yaml, trust=True)
+    run, plan = run_of(config, gpus), planned(config, gpu)
+    fp8, report = plan.fp8, plan.report
 
     def rate(converts: bool, sequences: int, seconds: float) -> float:
         asked = {**config, "device_train_microbatch_size": sequences}
-        work, recipe = (
-            of_step(workload_of(asked, model, None), asked, gpus),
-            report.recipe if converts else None,
-        )
-        compressing = seconds / config["max_seq_len"] * work.tokens
-        return work.tokens / predict(step, work, recipe, gpus, shard, kind, network, mfu, compressing).seconds
+        work, recipe = workload_of(asked, plan.model), report.recipe if converts else None
+        there = dataclasses.replace(plan, config=asked)
+        return there.speed(work, gpus, recipe, mfu=mfu, compressing=seconds / config["max_seq_len"])[0]
 
     recipe = report.recipe if fp8.recipe == "auto" else fp8.recipe  # of the GPU, not of this machine
     fp8 = dataclasses.replace(fp8, enabled=True, recipe=recipe)
@@ -163,6 +151,6 @@ if __name__ == "__main__":
     parser.add_argument("yaml", type=Path)
     parser.add_argument("--gpu", default="h100", choices=[name for name in GPUS if GPUS[name].recipe])
     parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--mfu", type=float, default=USUAL_MFU)
+    parser.add_argument("--mfu", type=float)
     with quiet():
         print(*table(**vars(parser.parse_args())), sep="\n")

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import foundry_fp8
-from foundry_fp8.cli.predicted import NETWORK_OF, converted_step, of_step, on_paper
+from foundry_fp8.cli.predicted import planned
 from foundry_fp8.cli.quiet import quiet
-from foundry_fp8.gpus import GPUS
 
 YAMLS = Path(foundry_fp8.__file__).parent / "yamls" / "pretrain"
 PER_NODE = 8
@@ -197,25 +196,12 @@ def tokens_per_second(run: PublishedRun) -> float:
     """Of a GPU, as ``foundry-fp8 plan speed`` predicts it."""
     from omegaconf import OmegaConf
 
-    from foundry_fp8.cli.cluster import shard_of
     from foundry_fp8.cli.plan_communication import workload_of
-    from foundry_fp8.cli.yaml_model import build_yaml_model
-    from foundry_fp8.cli.yaml_run import run_of
-    from foundry_fp8.planning.communication.machines import NETWORKS
-    from foundry_fp8.planning.speed import USUAL_MFU, predict
-    from foundry_fp8.surgery.apply import apply_fp8
 
     config: Any = OmegaConf.to_container(configured(run), resolve=True)
-    gpu, gpus = GPUS[run.gpu], PER_NODE * run.nodes
-    model, there = build_yaml_model(config, "meta"), run_of(config, gpus)
-    shard, fp8 = shard_of(there, model, gpu.memory_bytes, "nodes"), there.fp8
-    assert fp8 is not None
-    report = apply_fp8(model, device="cpu", **on_paper(fp8, gpu))
-    step = converted_step(model, report, fp8, gpu, config["max_seq_len"])
-    work = of_step(workload_of(config, model, None), config, gpus)
-    network = NETWORKS[NETWORK_OF.get(run.gpu, "h100-3200g")]
-    found = predict(step, work, report.recipe if fp8.enabled else None, gpus, shard, gpu, network, USUAL_MFU)
-    return work.tokens / found.seconds
+    there = planned(config, run.gpu)
+    recipe = there.report.recipe if there.fp8.enabled else None
+    return there.speed(workload_of(config, there.model), PER_NODE * run.nodes, recipe, key="nodes")[0]
 
 
 def plan(runs: list[PublishedRun]) -> Iterator[str]:

@@ -151,6 +151,10 @@ class Gpu:
     """Of its memory, bytes/s, as the data sheet has it."""
     recipe: str | None = "current"
     """What ``recipe: auto`` chooses on it; ``None`` for a GPU without FP8 GEMMs."""
+    reached: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """What was measured of its :class:`~foundry_fp8.backends.size_rule.Rates`."""
+    measured: str = ""
+    """In words: which of them, by what, and when."""
 
     @property
     def bf16_flops(self) -> float:

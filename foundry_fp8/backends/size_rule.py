@@ -54,11 +54,11 @@ _H100 = Rates()
 
 
 def rates_of(gpu: Gpu) -> Rates:
-    """The rates of ``gpu``, at the H100's shares of the data sheet."""
+    """The rates of ``gpu``: measured, or at the H100's shares of the data sheet."""
     measured, peaks = GPUS["h100"], gpu.peaks.flops_per_sec
     bf16 = gpu.bf16_flops / measured.bf16_flops
     fp8 = peaks.get("fp8", 0.0) / measured.peaks.of("fp8")
-    return Rates(
+    shares = Rates(
         bf16=bf16 * _H100.bf16,
         fp8=fp8 * _H100.fp8,
         block=fp8 * _H100.block,
@@ -67,6 +67,8 @@ def rates_of(gpu: Gpu) -> Rates:
         attention=bf16 * _H100.attention,
         bandwidth=gpu.bandwidth / measured.bandwidth * _H100.bandwidth,
     )
+    names = {field.name for field in dataclasses.fields(Rates)}
+    return dataclasses.replace(shares, **{k: v for k, v in gpu.reached.items() if k in names})
 
 
 def _saved_per_flop(recipe: Recipe, rates: Rates) -> float:

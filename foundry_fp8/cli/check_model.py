@@ -12,7 +12,7 @@ from foundry_fp8.activations.checkpointing.targets import Selection, select
 from foundry_fp8.backends import AUTO_ORDER, load_backend
 from foundry_fp8.cli.hardware import Hardware
 from foundry_fp8.cli.hf_folder import FOLDER_MODEL
-from foundry_fp8.cli.predicted import gains, needs_newer, on_paper, prediction
+from foundry_fp8.cli.predicted import PlannedRun, gains, needs_newer, on_paper, prediction
 from foundry_fp8.config import ConfigError
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.run.settings import Run
@@ -133,7 +133,7 @@ def check_conversion(
             level = "ok" if row.action == "converted" else "warning"
             found.append(Finding("attention", level, f"{row.name}: {row.action}: {row.reason}"))
     if not emulated and not any(finding.level == "error" for finding in found):
-        faster = prediction(config, run, fp8, model, report, hardware)
+        faster = prediction(PlannedRun(config, hardware.name, model, fp8, report), run, hardware)
         found += [] if faster is None else [Finding("speed", "ok", faster)]
     return run, found
 

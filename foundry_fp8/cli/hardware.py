@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from foundry_fp8.cli.selftest.verdict import gpu_here
 from foundry_fp8.config import ConfigError, nearest
 from foundry_fp8.gpus import GPUS, Gpu
 
@@ -37,4 +38,4 @@ def parse_hardware(text: str) -> Hardware:
     if found is None or found[1] not in GPUS:
         hint = nearest("" if found is None else found[1], GPUS)
         raise ConfigError(f"--hardware: {text!r} is not like h100x8. Known: {', '.join(GPUS)}.{hint}")
-    return Hardware(found[1], GPUS[found[1]], int(found[2] or PER_NODE))
+    return Hardware(found[1], gpu_here(found[1]), int(found[2] or PER_NODE))

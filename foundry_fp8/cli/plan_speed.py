@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from foundry_fp8.cli.cluster import refuse_tensor_parallelism, shard_of
+from foundry_fp8.cli.cluster import refuse_tensor_parallelism
 from foundry_fp8.cli.hardware import PER_NODE
 from foundry_fp8.cli.plan_communication import counts_of, workload_of
-from foundry_fp8.cli.predicted import NETWORK_OF, converted_step, gains, needs_newer, of_step, on_paper
+from foundry_fp8.cli.predicted import NETWORK_OF, gains, needs_newer, planned
 from foundry_fp8.cli.quiet import quiet
-from foundry_fp8.cli.yaml_model import RunFile, Trust, build_yaml_model, read_yaml
+from foundry_fp8.cli.yaml_model import RunFile, Trust, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, Fraction, accept, check_choice
 from foundry_fp8.gpus import GPUS, gpu_named
@@ -49,9 +49,7 @@ def _lines(
     yaml: Path, name: str, given: list[int] | None, network: str | None, tokens: int | None, mfu: float | None, trust: bool
 ) -> list[str]:  # fmt: skip
     from foundry_fp8.numerics.recipes import RECIPES
-    from foundry_fp8.planning.speed import USUAL_MFU, predict
-    from foundry_fp8.surgery.apply import apply_fp8
-    from foundry_fp8.surgery.fp8_config import FP8Config
+    from foundry_fp8.planning.speed import USUAL_MFU
     from foundry_fp8.surgery.report import kind_of
 
     kind = GPUS[name]
@@ -63,35 +61,37 @@ def _lines(
     config = read_yaml(yaml, trust=trust)
     run = run_of(config)
     refuse_tensor_parallelism(run)
-    model = build_yaml_model(config, "meta")
-    work = workload_of(config, model, tokens)
+    plan = planned(config, name)
+    work, report = workload_of(config, plan.model, tokens), plan.report
     shard = getattr(run.hybrid_sharding, "shard", None)
     smallest = math.lcm(PER_NODE, shard) if isinstance(shard, int) else PER_NODE
     counts = given or [smallest, 8 * smallest, 32 * smallest]
-    shards = {count: shard_of(run_of(config, count), model, kind.memory_bytes, "--gpus") for count in counts}
-    fp8 = run.fp8 or FP8Config(recipe="auto")
-    report = apply_fp8(model, device="cpu", **on_paper(fp8, kind))
-    step = converted_step(model, report, fp8, kind, config["max_seq_len"])
     # Where the YAML names no recipe, each that the GPU runs.
     names = dict.fromkeys((report.recipe.name, "delayed", "current", "block"))
     recipes = report.recipes if run.fp8 else [RECIPES[recipe]() for recipe in names]
     if (newer := needs_newer(recipes, name, kind)) is not None:
         raise ConfigError(f"algorithms.fp8.recipe: {newer}.")
+    again, left_out, measured = (
+        plan.step.again,
+        plan.checkpoints[1],
+        plan.gpu.measured and f", but {plan.gpu.measured}",
+    )
+    repeated = again.flops / plan.step.flops if again else 0.0
     lines = [
-        f"{work.parameters / 1e9:.2f} B parameters, {work.tokens} tokens a GPU and microbatch",
-        f"{name}: {kind.source}, of which kernels reach the shares that an H100's reach; BF16 runs at {usual:.0%} MFU on few GPUs "
-        f"({'assumed' if mfu is None else 'given'}); network {network}",
+        f"{work.parameters / 1e9:.2f} B parameters, {work.tokens} tokens a GPU and microbatch; checkpoints add {repeated:.0%} FLOPs",
+        *([f"left out: {left_out}"] if left_out else []),
+        f"{name}: {kind.source}, of which kernels reach the shares that an H100's reach{measured}; BF16 runs at {usual:.0%} MFU on few "
+        f"GPUs ({'given' if mfu else 'assumed, before what is repeated' if again else 'assumed'}); network {network}",
         "",
         f"{'recipe':10} {'GPUs':>6} {'tokens/s a GPU':>15} {'MFU':>6}  over BF16",
     ]
     for recipe in (None, *recipes):
-        for count, shard in shards.items():
-            whole = of_step(work, config, count)
-            found = predict(step, whole, recipe, count, shard, kind, NETWORKS[network], usual)
+        for count in counts:
+            rate, found = plan.speed(work, count, recipe, network=network, mfu=mfu)
             over = f"{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})" if recipe else "1"
-            label, rate = recipe.name if recipe else "BF16", whole.tokens / found.seconds
+            label = recipe.name if recipe else "BF16"
             lines.append(f"{label:10} {count:6d} {rate:15.0f} {found.mfu:6.1%}  {over}")
-    linears, left = gains(report, kind)
+    linears, left = gains(report, plan.gpu)
     kinds = {kind_of(layer): f"{kind_of(layer)}: {why}" for layer, why in left.items()}
     lines += ["", f"{linears - len(left)} of {linears} linears gain from {report.recipe.name}"]
     return [*lines, *kinds.values()]

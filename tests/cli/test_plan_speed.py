@@ -7,6 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from foundry_fp8.cli.main import app
+from foundry_fp8.cli.selftest import verdict
 from tests.cli.test_plan_memory import MPT
 
 WIDE = {"d_model": 2048, "n_heads": 16, "n_layers": 2, "vocab_size": 1024}
@@ -115,6 +116,102 @@ def test_the_numbers_of_gpus_are_as_many_as_the_shards_of_the_yaml_where_those_a
     assert counts() == [8, 64, 256]
     assert counts(hybrid_sharding={"shard": 4}) == [8, 64, 256]
     assert counts(hybrid_sharding={"shard": 32}) == [32, 256, 1024]
+
+
+BLOCKS = {"targets": "mptblock"}
+
+
+def test_checkpoints_are_those_of_the_yaml_whoever_sets_them(written, tmp_path):
+    def plan_of(algorithms=None, fsdp=False):
+        path = written({"recipe": "current"}, algorithms, **WIDE)
+        config = yaml.safe_load((tmp_path / "run.yaml").read_text())
+        (tmp_path / "run.yaml").write_text(
+            yaml.safe_dump({**config, "fsdp_config": {"activation_checkpointing": fsdp}})
+        )
+        output = plan(path, "--gpus", "8", "--tokens", "65536").output
+        return re.search(r"checkpoints add (\d+)% FLOPs", output)[1], rows(output)
+
+    none = plan_of()
+    every, half = (
+        plan_of({"activation_checkpointing": {"targets": t}}) for t in ("mptblock", {"mptblock": 1})
+    )
+    assert every == plan_of(fsdp=True)
+    assert none == plan_of({"activation_checkpointing": {**BLOCKS, "policy": "offload"}})
+    # A block's forward has 16 H^2 FLOPs and 4 H 33 / 2 of attention, the head 2 H 1024.
+    block, head = 16 * 2048**2 + 66 * 2048, 2 * 2048 * 1024
+    assert (none[0], half[0], every[0]) == (
+        "0",
+        *(f"{100 * n * block / 3 / (2 * block + head):.0f}" for n in (1, 2)),
+    )
+    for key in none[1]:
+        assert none[1][key][0] > half[1][key][0] > every[1][key][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"budget": 0.5}, "left out: algorithms.activation_checkpointing.budget"),
+        (
+            {**BLOCKS, "policy": ["aten.mm"]},
+            "left out: algorithms.activation_checkpointing.policy: what runs again beside save aten.mm",
+        ),
+    ],
+)
+def test_checkpoints_whose_share_is_not_known_on_paper_are_named(options, said, written):
+    path = written({"recipe": "current"}, {"activation_checkpointing": options}, **WIDE)
+    result = plan(path, "--gpus", "8")
+    assert said in result.output and "checkpoints add 0% FLOPs" in result.output, result.output
+    doctor = CliRunner().invoke(app, ["doctor", path, "--hardware", "h100x8"]).stdout
+    assert f"; {said}" in doctor.splitlines()[-1]
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A function that keeps a self-test of this machine with rates."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def keep(rates):
+        verdict.keep({"date": "2026-11-29T10:00:00", "claims": [], **rates})
+
+    return keep
+
+
+MEASURED = {"gpu": "NVIDIA H100 80GB HBM3", "bf16": 5e14, "fp8": 5.5e14, "block": 5e14, "triton_block": 5e14, "bandwidth": 2e12}  # fmt: skip
+SAID = "bf16, fp8, block, triton_block, bandwidth as measured by this machine's self-test on 2026-11-29"
+
+
+def test_what_this_machine_measured_replaces_the_rates_of_its_kind(written, kept):
+    path = written({"recipe": "current"}, **WIDE)
+    more = "--gpus", "8", "--tokens", "65536"
+    table, other = (plan(path, "--gpu", gpu, *more).output for gpu in ("h100", "h200"))
+    kept({"rates": MEASURED})
+    output = plan(path, *more).output
+    assert SAID in output and SAID not in table and "the shares that an H100's reach;" in table
+    # FP8 is 1.1 times as fast as BF16 in its GEMMs now, and was 1.78 times.
+    assert rows(output)["current", 8][1] < 1.06 < rows(table)["current", 8][1]
+    assert plan(path, "--gpu", "h200", *more).output == other
+    assert "8 of 8 linears gain" in table and "0 of 8 linears gain" in output
+    assert "too small to gain: 2048 x" in output
+    faster = rows(plan(path, "--gpus", "8").output)["current", 8][1]
+    said = CliRunner().invoke(app, ["doctor", path, "--hardware", "h100x8"]).stdout
+    assert f"predicted on h100x8: {faster:.2f} x BF16" in said and f"; {SAID}; 0 of 8 layers gain" in said
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        {},
+        {"rates": None},
+        {"rates": {**MEASURED, "gpu": "NVIDIA A100-SXM4-80GB"}},
+        {"rates": {**MEASURED, "gpu": "NVIDIA H100 NVL"}},
+        {"rates": {**MEASURED, "gpu": None}},
+    ],
+)
+def test_a_self_test_without_rates_or_of_another_gpu_leaves_those_of_the_table(rates, written, kept):
+    path = written({"recipe": "current"}, **WIDE)
+    before = plan(path, "--gpus", "8").output
+    kept(rates)
+    assert plan(path, "--gpus", "8").output == before and "measured" not in before
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,28 @@
 """``foundry-fp8 selftest``: stages that survive each other, claims that are judged by what was shown."""
 
+import dataclasses
+import importlib
 import json
+import math
 import re
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import foundry_fp8
+from foundry_fp8.backends.size_rule import Rates
 from foundry_fp8.cli.main import app
 from foundry_fp8.cli.selftest import stages
 from foundry_fp8.cli.selftest.claims import CLAIMS, judge
+from foundry_fp8.cli.selftest.kernels import measured_rates
 from foundry_fp8.cli.selftest.stages import Outcome, Stage, run_stages, stages_of
+from tests.kernels.interpreter import interpret
 
+command = importlib.import_module("foundry_fp8.cli.selftest.command")
 ROOT = Path(foundry_fp8.__file__).parents[1]
 
 
@@ -121,3 +129,21 @@ def test_dry_run_of_every_stage(tmp_path):
     assert "no kernels for the scales of nvfp4" in kernels.pop("nvfp4")
     assert set(kernels.values()) == {"interpreted"}
     assert "x the tokens per second" in found["training"]["result"]["rows"][0]["figures"]
+
+
+def test_what_is_measured_is_of_the_rates_and_a_positive_number(monkeypatch):
+    interpret(monkeypatch)
+    found = measured_rates(torch.device("cpu"), size=128, seconds=0.001)
+    assert {"bf16", "fp8", "bandwidth"} < set(found) <= {field.name for field in dataclasses.fields(Rates)}
+    assert all(0 < rate < math.inf for rate in found.values())
+
+
+def test_the_kernels_rates_are_written_and_a_dry_run_has_none(tmp_path):
+    rates = {"gpu": "NVIDIA H100 80GB HBM3", "bf16": 7e14}
+    for rates_of_stage in (rates, None):
+        outcome = Outcome(stage="kernels", state="passed", result={"rows": [], "rates": rates_of_stage})
+        found = command._write(tmp_path, [outcome], [], 0.0, False)
+        assert (
+            found["rates"] == rates_of_stage == json.loads((tmp_path / "selftest.json").read_text())["rates"]
+        )
+    assert command._write(tmp_path, [], [], 0.0, False)["rates"] is None

@@ -110,13 +110,15 @@ def selftest(
 def _write(
     output: Path, outcomes: list[Any], verdicts: list[Any], started: float, dry: bool
 ) -> dict[str, Any]:
-    doctor = next((o.result for o in outcomes if o.stage == "doctor" and o.result), None)
+    results = {o.stage: o.result or {} for o in outcomes}
+    doctor = results.get("doctor", {})
     found = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "dry": dry,
         "seconds": round(time.monotonic() - started, 1),
-        "versions": (doctor or {}).get("platform"),
-        "devices": (doctor or {}).get("devices"),
+        "versions": doctor.get("platform"),
+        "devices": doctor.get("devices"),
+        "rates": results.get("kernels", {}).get("rates"),
         "claims": [
             {
                 "claim": v.claim.quote,

@@ -1,19 +1,22 @@
-"""The verdict of a self-test: kept on this machine, and read by ``foundry-fp8 doctor run.yaml``."""
+"""The verdict and the rates of a self-test: kept on this machine, and read by ``foundry-fp8 doctor run.yaml`` and plans."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foundry_fp8.config.files import write_file
+from foundry_fp8.gpus import GPUS, Gpu, peaks_of
 
 if TYPE_CHECKING:
     from foundry_fp8.run.settings import Run
 
-__all__ = ["keep", "latest", "warnings_for"]
+__all__ = ["gpu_here", "keep", "latest", "warnings_for"]
 
 
 def _kept() -> Path:
@@ -33,6 +36,19 @@ def latest() -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found.get("claims"), list) else None
+
+
+def gpu_here(name: str) -> Gpu:
+    """The one of :data:`GPUS` called ``name``, at what the latest self-test measured if that ran on one."""
+    gpu, found = GPUS[name], latest() or {}
+    rates = found.get("rates") or {}
+    if peaks_of(str(rates.get("gpu"))) != gpu.peaks:
+        return gpu
+    reached = {
+        key: value for key, value in rates.items() if isinstance(value, float) and 0 < value < math.inf
+    }
+    measured = f"{', '.join(reached)} as measured by this machine's self-test on {found['date'][:10]}"
+    return dataclasses.replace(gpu, reached=reached, measured=measured)
 
 
 def warnings_for(run: Run) -> list[str]:

@@ -160,7 +160,7 @@ def attention_shapes(model: nn.Module) -> list[AttentionShape]:
     blocks = transformer_blocks(model)
     if not blocks:
         raise ValueError("The model has no list of transformer blocks, so its attention cannot be counted.")
-    shapes = []
+    shapes, packed = [], _packed(model)
     for block_name, block in blocks:
         found = list(_outermost_attention(block))
         if not found and not any(r in type(m).__name__.lower() for m in block.modules() for r in RECURRENT):
@@ -168,7 +168,7 @@ def attention_shapes(model: nn.Module) -> list[AttentionShape]:
                 f"{clean_name(block_name)}: no attention module found (no class named *Attention*)."
             )
         for name, module in found:
-            shapes.append(_shape(clean_name(f"{block_name}.{name}"), module, model))
+            shapes.append(_shape(clean_name(f"{block_name}.{name}"), module, model, packed))
     return shapes
 
 
@@ -182,7 +182,7 @@ def _outermost_attention(block: nn.Module) -> list[tuple[str, nn.Module]]:
     return taken
 
 
-def _shape(name: str, module: nn.Module, model: nn.Module) -> AttentionShape:
+def _shape(name: str, module: nn.Module, model: nn.Module, packed: bool) -> AttentionShape:
     config = getattr(module, "config", None) or getattr(model, "config", None)
     heads = first_int([module, config], "n_heads", "num_heads", "num_attention_heads")
     if heads is None:
@@ -198,7 +198,7 @@ def _shape(name: str, module: nn.Module, model: nn.Module) -> AttentionShape:
         raise ValueError(f"{name} ({type(module).__name__}) says neither head_dim nor its hidden size.")
     causal = getattr(module, "is_causal", True) is not False
     chunk = first_int([config], "attention_chunk_size") if getattr(module, "use_rope", False) else None
-    return AttentionShape(name, heads, d_qk, d_v, _window(module, config), causal, _packed(model), chunk)
+    return AttentionShape(name, heads, d_qk, d_v, _window(module, config), causal, packed, chunk)
 
 
 def _window(module: nn.Module, config: Any) -> int | None:

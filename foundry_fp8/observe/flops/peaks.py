@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import torch
-from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from foundry_fp8.config import PositiveNumber, not_empty, one_of
 from foundry_fp8.gpus import PRECISIONS, Peaks
 from foundry_fp8.numerics.formats import E4M3
 
-__all__ = ["PeakFlops", "measured_peaks", "peaks_from_user"]
+__all__ = ["PeakFlops", "measured_peaks", "peaks_from_user", "shortest"]
 
 PeakFlops = (
     PositiveNumber | Annotated[Mapping[Annotated[str, one_of(*PRECISIONS)], PositiveNumber], not_empty]
@@ -45,13 +44,13 @@ def measured_peaks(device: torch.device, size: int | None = None, seconds: float
         if device.type == "cpu" and name == "fp16":
             continue
         a = torch.randn(size, size, dtype=torch.float32, device=device).to(dtype)
-        peaks[name] = _rate(lambda a=a: a @ a, size, seconds)  # type: ignore[misc]
+        peaks[name] = 2.0 * size**3 / shortest(lambda a=a: a @ a, seconds)  # type: ignore[misc]
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
         a8 = torch.randn(size, size, dtype=torch.float32, device=device).to(E4M3.dtype)
         one = torch.ones((), dtype=torch.float32, device=device)
-        peaks["fp8"] = _rate(
+        peaks["fp8"] = 2.0 * size**3 / shortest(
             lambda: torch._scaled_mm(a8, a8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True),
-            size, seconds,
+            seconds,
         )  # fmt: skip
         fp8 = "fp8 with torch._scaled_mm"
     else:
@@ -61,6 +60,7 @@ def measured_peaks(device: torch.device, size: int | None = None, seconds: float
     return Peaks(peaks, "measured", f"{name}: {size}^3 GEMMs timed at start; {fp8}")
 
 
-def _rate(gemm: Callable[[], Tensor], size: int, seconds: float) -> float:
-    timer = Timer("gemm()", globals={"gemm": gemm}, num_threads=torch.get_num_threads())
-    return 2.0 * size**3 / min(timer.blocked_autorange(min_run_time=seconds).times)
+def shortest(run: Callable[[], object], seconds: float) -> float:
+    """The seconds of one ``run``, the least of as many as ``seconds`` hold."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=seconds).times)

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Annotated, Literal
 
-from foundry_fp8.config import Config, ConfigError, Fraction, Positive, accept, at_least, at_most
+from foundry_fp8.config import Config, ConfigError, Fraction, Positive, accept, at_least
 from foundry_fp8.distributed.compression.config import CompressionConfig
 from foundry_fp8.distributed.compression.routing import path_of
 from foundry_fp8.gpus import Gpu
 from foundry_fp8.planning.communication import legs
-from foundry_fp8.planning.communication.machines import Network
+from foundry_fp8.planning.communication.machines import Network, Share
 
 __all__ = [
     "COMPRESSED",
@@ -55,10 +55,14 @@ class Workload(Config):
     """Tokens a GPU and step."""
     attention_flops: Annotated[float, at_least(0)] = 0.0
     """Of attention's two GEMMs, forward and backward, a token; the rest are ``6 * parameters``, 4 of those that are frozen."""
-    trained: Annotated[float, at_least(0), at_most(1)] = 1.0
+    repeated: Share = 0.0
+    """What checkpoints run again in the backward, over the model's FLOPs; MFU does not count it."""
+    trained: Share = 1.0
     """Share of the parameters that train. What is frozen is gathered, and neither reduced nor held with a gradient."""
     mfu: Fraction = 0.4
     """Of the BF16 peak, of a GPU that computes alone."""
+    compute_seconds: Annotated[float, at_least(0)] | None = None
+    """Of a step of a GPU that computes alone, where it is known otherwise than by ``mfu``."""
     host_seconds: Annotated[float, at_least(0)] = 0.0
     """Of a step, to launch its kernels. FP8 layers launch several for one of BF16's: small models wait for it."""
     microbatches: Positive = 1
@@ -138,8 +142,9 @@ def layout(work: Workload, gpus: int, shard: int, gpu: Gpu, network: Network) ->
     activations = ACTIVATION_BYTES * work.tokens / work.microbatches * work.width
     joined = 4 * work.units * legs.collective_seconds(activations, together, network, shots=2)
 
-    compute = work.flops / together / work.microbatches / (gpu.bf16_flops * work.mfu)
-    forward = compute * work.forward_flops / work.flops
+    compute = work.compute_seconds or work.flops / together / (gpu.bf16_flops * work.mfu)
+    compute /= work.microbatches
+    forward = compute * work.forward_flops / (work.flops * (1 + work.repeated))
     backward = compute - forward
     again = gather if work.sharding == "FULL_SHARD" else 0.0
     one_forward, one_backward = work.units * gather, work.units * (again + scatter + reduce)

@@ -215,3 +215,21 @@ def test_frozen_parameters_are_gathered_and_no_more(shard):
         for one in (WORK, work)
     ]
     assert packed[1] < packed[0]
+
+
+def test_what_checkpoints_repeat_is_the_backwards():
+    """Where gathers outlast the forward and reductions fit the backward, a shorter forward exposes as much more."""
+    work = Workload(
+        parameters=7e9,
+        units=32,
+        tokens=2048,
+        parameter_bytes=4,
+        sharding="SHARD_GRAD_OP",
+        compute_seconds=0.2,
+    )
+    plain, again = (
+        layout(dataclasses.replace(work, repeated=r), 64, 64, GPUS["h100"], NETWORKS["h100-1600g"])
+        for r in (0.0, 0.25)
+    )
+    assert again.exposed_seconds - plain.exposed_seconds == pytest.approx(0.2 / 3 * (1 - 1 / 1.25))
+    assert again.compute_seconds == plain.compute_seconds == 0.2
