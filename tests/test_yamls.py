@@ -65,7 +65,6 @@ PARAMETERS = {
     "llama-3.1-405b": 405.9e9,
     "moe-132b": 132e9,
     "mpt-gqa": 3.4e6,
-    "downstream": 3.4e6,
     **{f"fog-{size}": n for size, n in FOG},
     "fog": 5.0e6,
     **{f"{kind}-{size}": n for size, n in MUS for kind in ("mus", "mpt-mus")},

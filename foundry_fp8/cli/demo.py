@@ -118,10 +118,6 @@ def _prepare(console: Console, yaml: Path, output: Path, corpus: Path | None) ->
             corpus=corpus,
             say=lambda message: status.update(f"preparing data: {message}"),
         )
-    if OmegaConf.select(config, "icl_tasks") and not data.questions:
-        raise RuntimeError(
-            f"--corpus: {corpus} is too small to make downstream tasks of, which {yaml.name} asks for."
-        )
     console.print(
         f"Data: {data.documents} Python source files, {data.corpus_bytes / 1e6:.1f} MB, "
         f"{data.train_samples * data.sequence_length / 1e6:.1f} M training tokens in {data.folder}",

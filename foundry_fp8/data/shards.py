@@ -14,13 +14,10 @@ from typing import Any
 import numpy as np
 
 from foundry_fp8.data.corpus import Document, corpus_digest, split_documents, standard_library_documents
-from foundry_fp8.data.tasks import write_tasks
 
 __all__ = ["PreparedData", "prepare_data"]
 
-_LAYOUT_VERSION = 2  # part of the hash
-_QUESTIONS = 100
-"""Questions of each downstream task."""
+_LAYOUT_VERSION = 3  # part of the hash
 _ENCODE_BATCH = 64  # documents
 _SHARD_BYTES = 1 << 24
 
@@ -30,7 +27,7 @@ class PreparedData:
     """Where the shards are and what they hold. ``data.json`` beside them has the same values."""
 
     folder: Path
-    """Holds ``train/`` and ``val/`` (MDS), ``tasks/`` (JSONL), ``tokenizer/`` and ``data.json``."""
+    """Holds ``train/`` and ``val/`` (MDS), ``tokenizer/`` and ``data.json``."""
     vocab_size: int
     """Rows the model's embedding must have."""
     sequence_length: int
@@ -43,8 +40,6 @@ class PreparedData:
     """Samples of ``sequence_length`` tokens in ``train/``."""
     val_samples: int
     """The same in ``val/``."""
-    questions: int
-    """Questions of the shortest downstream task in ``tasks/``."""
 
     @property
     def tokenizer(self) -> Path:
@@ -123,8 +118,6 @@ def _build(
                 f"the {split} split of this corpus ({len(documents)} files) is shorter than one sample of "
                 f"{sequence_length} tokens. Give a larger corpus or a shorter sequence_length."
             )
-    say("writing downstream tasks from the files held out")
-    questions = write_tasks(folder / "tasks", held_out, _QUESTIONS)
     facts = {
         "vocab_size": len(tokenizer),
         "sequence_length": sequence_length,
@@ -132,7 +125,6 @@ def _build(
         "corpus_bytes": corpus_bytes,
         "train_samples": counts["train"],
         "val_samples": counts["val"],
-        "questions": questions,
     }
     (folder / "data.json").write_text(json.dumps(facts, indent=2) + "\n")
 

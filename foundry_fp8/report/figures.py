@@ -60,7 +60,7 @@ FIGURES: tuple[FigureSpec, ...] = (
         caption="LLM Foundry's in-context learning evaluation, the last of each run. A hundred questions leave a standard error of up to "
         "5 points.",
         draw=tasks,
-        without="Not evaluated. Give icl_tasks in the YAML, as yamls/demo/downstream.yaml does.",
+        without="Not evaluated. Give icl_tasks in the YAML, as LLM Foundry has them.",
     ),
     FigureSpec(
         name="mfu",

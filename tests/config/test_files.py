@@ -134,7 +134,7 @@ def test_verdicts_write_through_no_link_and_whole(tmp_path, monkeypatch):
 def test_no_other_place_writes_files():
     """Logs of processes are streams; a data set is built in a folder that nobody reads yet."""
     streams = {"cli/training.py", "cli/selftest/processes.py", "callbacks/run_log.py", "config/files.py"}
-    fresh = {"data/shards.py", "data/tasks.py", "cli/yaml_model.py"}
+    fresh = {"data/shards.py", "cli/yaml_model.py"}
     root = Path(__file__).parents[2] / "foundry_fp8"
     writing = ("write_text(", "write_bytes(", '.open("w', '.open("x', '.open("a', "savefig(path")
     found = {

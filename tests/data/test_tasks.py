@@ -3,7 +3,10 @@ import json
 import pytest
 
 from foundry_fp8.data.corpus import Document
-from foundry_fp8.data.tasks import LINES, NAME, TASKS, write_tasks
+from tests.integrations.test_examples import example
+
+tasks = example("downstream_tasks")
+LINES, NAME, TASKS, write_tasks = tasks.LINES, tasks.NAME, tasks.TASKS, tasks.write_tasks
 
 WORDS = ["counter", "handler", "reader", "writer", "buffer", "message", "element", "result_value"]
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from foundry_fp8.data.tasks import TASKS, write_tasks
 from foundry_fp8.report.runs import read_run
-from tests.data.test_tasks import document
+from tests.data.test_tasks import TASKS, document, write_tasks
 
 ROOT = Path(__file__).parents[2]
-YAML = ROOT / "yamls" / "demo" / "downstream.yaml"
+YAML = ROOT / "examples" / "downstream.yaml"
 
 
 @pytest.mark.integration
@@ -31,7 +30,7 @@ def test_foundry_scores_the_yamls_tasks_on_a_model_in_fp8(tmp_path, monkeypatch)
     train_tokenizer([d.text for d in documents], 320, tmp_path / "tokenizer")
     write_tasks(tmp_path / "tasks", documents, 6)
     config = OmegaConf.load(YAML)
-    config.variables.data = str(tmp_path)
+    config.variables.data, config.variables.tasks = str(tmp_path), str(tmp_path / "tasks")
     values = OmegaConf.to_container(config, resolve=True)
     assert [task["label"] for task in values["icl_tasks"]] == list(TASKS)
     monkeypatch.chdir(tmp_path)  # Foundry copies the tasks to where it is started
@@ -73,7 +72,8 @@ def test_the_yaml_and_its_twin_run_through_foundrys_train_and_their_scores_stand
         made = document(number)
         (tmp_path / "corpus" / made.name).write_text(made.text)
     config = OmegaConf.load(YAML)
-    config.variables.vocab_size = 320
+    config.variables.vocab_size, config.variables.tasks = 320, str(tmp_path / "tasks")
+    write_tasks(tmp_path / "tasks", [document(number) for number in range(6)], 6)
     config.max_seq_len = 64
     config.model.update({"d_model": 64, "n_layers": 2})
     OmegaConf.save(config, tmp_path / "small.yaml")

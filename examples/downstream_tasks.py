@@ -2,6 +2,8 @@
 
 Three of the kinds of FOG's table 1, on what the demo's corpus holds: which of four lines comes next (multiple choice), which of two
 names stood in this place (schema), and the rest of a name that the context has spelt before (language modelling).
+
+    python examples/downstream_tasks.py demo-runs/tasks
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import hashlib
 import json
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from foundry_fp8.data.corpus import Document
+from foundry_fp8.data.corpus import Document, split_documents, standard_library_documents
 
 __all__ = ["TASKS", "write_tasks"]
 
@@ -119,3 +122,8 @@ def _context(lines: Sequence[str], at: int, rng: random.Random) -> str:
 
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
+
+
+if __name__ == "__main__":
+    held_out = split_documents(standard_library_documents())[1]
+    print(f"{write_tasks(Path(sys.argv[1]), held_out, 100)} questions of each task in {sys.argv[1]}")
