@@ -201,7 +201,7 @@ def tokens_per_second(run: PublishedRun) -> float:
     config: Any = OmegaConf.to_container(configured(run), resolve=True)
     there = planned(config, run.gpu)
     recipe = there.report.recipe if there.fp8.enabled else None
-    return there.speed(workload_of(config, there.model), PER_NODE * run.nodes, recipe, key="nodes")[0]
+    return there.speed(workload_of(config, there.model), PER_NODE * run.nodes, recipe)[0]
 
 
 def plan(runs: list[PublishedRun]) -> Iterator[str]:

@@ -304,14 +304,14 @@ def test_both_planners_take_the_yaml(path, folders, tmp_path):
     "path", each([path for path in ALL if path.parent.name != "demo"], lambda stem: stem == "llama-3-8b")
 )
 def test_the_network_of_the_yaml_as_it_ships_is_planned_without_a_hub(path):
-    """No folder, no tokenizer; a number of ranks that its shards do not divide is named with the nearest that they do."""
+    """No folder, no tokenizer; a number of ranks that its shards do not divide is named with the shards that do."""
     done = CliRunner().invoke(app, ["plan", "communication", str(path), "--gpus", "64,256,1024"])
     assert done.exit_code == 0, done.output
     rows = {int(line.split()[0]) for line in done.output.splitlines() if re.match(r" +\d+ (FSDP|HSDP)", line)}
     shard = OmegaConf.select(OmegaConf.load(path), "algorithms.hybrid_sharding.shard")
     divided = {count for count in (64, 256, 1024) if not isinstance(shard, int) or count % shard == 0}
     assert rows == divided
-    left_out = f"64 cannot be divided into shards of {shard}, as algorithms.hybrid_sharding asks. The nearest that can: {shard}."
+    left_out = f"hybrid_sharding.shard: {shard} does not divide the 64 ranks of this job. Shard degrees that do: 1, 2, 4,"
     assert (left_out in done.output) == (len(divided) < 3)
 
 

@@ -44,7 +44,7 @@ def cluster_of(run: Run, model: nn.Module | None = None, device_bytes: float = 0
     from foundry_fp8.planning.memory.cluster import Cluster  # slow to import: torch's FSDP
 
     refuse_tensor_parallelism(run)
-    shard = shard_of(run, model, device_bytes, "--world-size")
+    shard = shard_of(run, model, device_bytes)
     alone = shard == 1 and not is_fsdp2(run.fsdp)
     gathered, reduced = (4, 4) if alone else wire_bytes(run)  # DDP casts nothing: float32
     return Cluster(
@@ -106,22 +106,10 @@ def refuse_tensor_parallelism(run: Run) -> None:
         )
 
 
-def shard_of(run: Run, model: nn.Module | None, device_bytes: float, key: str) -> int:
-    """The number of ranks that one copy of the model is sharded over.
-
-    Raises:
-        ConfigError: It does not divide ``run.ranks``, the value of the option ``key``, or does not hold the model.
-    """
-    hybrid, ranks, per_node = run.hybrid_sharding, run.ranks, min(PER_NODE, run.ranks)
-    shard = per_node if hybrid is not None and hybrid.shard == "node" else hybrid and hybrid.shard
-    if isinstance(shard, int) and ranks > 1 and ranks % shard:
-        nearest = sorted({max(1, ranks // shard) * shard, -(-ranks // shard) * shard})
-        raise ConfigError(
-            f"{key}: {ranks} cannot be divided into shards of {shard}, as algorithms.hybrid_sharding asks. The nearest that can: "
-            f"{' and '.join(map(str, nearest))}."
-        )
-    model = model or nn.Module()
-    return degrees(run.fsdp, hybrid, model, world=ranks, per_node=per_node, device_bytes=device_bytes)[1]
+def shard_of(run: Run, model: nn.Module | None, device_bytes: float) -> int:
+    """The number of ranks that one copy of the model is sharded over; raises as :func:`~foundry_fp8.distributed.sharding.degrees`."""
+    ranks = {"world": run.ranks, "per_node": min(PER_NODE, run.ranks)}
+    return degrees(run.fsdp, run.hybrid_sharding, model or nn.Module(), device_bytes=device_bytes, **ranks)[1]
 
 
 def limit_of(gpu: str) -> str:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from foundry_fp8.report.comparison import PercentOf
 
 __all__ = ["compare"]
 
@@ -65,8 +62,7 @@ def compare(
         check_choice("--percent-of", percent_of, ("baseline", "own"))
         if fail_above is not None and not math.isfinite(fail_above):
             raise ValueError(f"--fail-above {fail_above}: it is a number of percent.")
-        of: PercentOf = "own" if percent_of == "own" else "baseline"
-        rows = compare_runs(read_runs(runs), baseline=baseline, percent_of=of)
+        rows = compare_runs(read_runs(runs), baseline=baseline, percent_of=percent_of)
         write_report(rows, output, console=console, title=title, force=force)
     except (FileNotFoundError, ImportError, ValueError) as error:
         console.print(Text(plain_text(str(error)), style="red"))

@@ -37,14 +37,14 @@ def communication(
             help="Override a network constant, as by the bus bandwidth of nccl-tests: across_bus=1.2e11.",
         ),
     ] = None,
-    parameters: Annotated[float | None, typer.Option(help="Instead of a YAML, such as 7e9.")] = None,
-    units: Annotated[int, typer.Option(help="FSDP units, with --parameters.")] = 32,
+    parameters: Annotated[
+        float | None, typer.Option(help="Instead of a YAML, such as 7e9; in 32 blocks, 4096 wide.")
+    ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens a GPU and step; by default the YAML's.")] = None,
     microbatches: Annotated[int, typer.Option(help="FSDP communicates for each of a step.")] = 1,
     tensor_parallel: Annotated[
         int, typer.Option(help="GPUs of a node that share every matrix; by default the YAML's.")
     ] = 1,
-    width: Annotated[int, typer.Option(help="Elements of a token between blocks, with --parameters.")] = 4096,
     mfu: Annotated[float, typer.Option(help="Of the BF16 peak, of a GPU that computes alone.")] = 0.4,
     host_ms: Annotated[
         float, typer.Option(help="What the host needs to launch a step; a step is never shorter.")
@@ -59,7 +59,7 @@ def communication(
     if parameters is not None:
         counts = counts_of(gpus)
         work = Workload(
-            parameters=parameters, units=units, tokens=8192 if tokens is None else tokens, width=width
+            parameters=parameters, units=32, tokens=8192 if tokens is None else tokens, width=4096
         )
     elif yaml is not None:
         config = read_yaml(yaml, trust=trust)
@@ -111,7 +111,7 @@ def _divided(
     fitting, refused = [], {}
     for count in counts:
         try:
-            shard_of(run_of(config, count), model, device_bytes, "--gpus")
+            shard_of(run_of(config, count), model, device_bytes)
             fitting.append(count)
         except ConfigError as error:
             refused[count] = error

@@ -71,11 +71,8 @@ def _lines(
     recipes = report.recipes if run.fp8 else [RECIPES[recipe]() for recipe in names]
     if (newer := needs_newer(recipes, name, kind)) is not None:
         raise ConfigError(f"algorithms.fp8.recipe: {newer}.")
-    again, left_out, measured = (
-        plan.step.again,
-        plan.checkpoints[1],
-        plan.gpu.measured and f", but {plan.gpu.measured}",
-    )
+    again, left_out = plan.step.again, plan.checkpoints[1]
+    measured = plan.gpu.measured and f", but {plan.gpu.measured}"
     repeated = again.flops / plan.step.flops if again else 0.0
     lines = [
         f"{work.parameters / 1e9:.2f} B parameters, {work.tokens} tokens a GPU and microbatch; checkpoints add {repeated:.0%} FLOPs",

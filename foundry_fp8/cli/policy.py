@@ -9,14 +9,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from foundry_fp8.cli.predicted import on_paper
 from foundry_fp8.cli.quiet import quiet
 from foundry_fp8.cli.yaml_model import Trust
-from foundry_fp8.config import ConfigError, from_mapping
+from foundry_fp8.config import ConfigError
+from foundry_fp8.gpus import GPUS
 
 __all__ = ["policy"]
-
-ELSEWHERE: dict[str, Any] = {"backend": "emulated", "cache_weights": False, "fuse": False}
-"""What is a matter of the machine that trains: there it is asked again."""
 
 
 def policy(
@@ -26,12 +25,6 @@ def policy(
     measure: Annotated[
         bool, typer.Option("--measure", help="Choose by a batch of its data, and print rules to paste.")
     ] = False,
-    error: Annotated[
-        float, typer.Option(help="With --measure: the largest gradient error of a block.")
-    ] = 0.2,
-    recipes: Annotated[
-        str, typer.Option(help="With --measure: what to choose from.")
-    ] = "delayed,current,block",
     load: Annotated[
         Path | None,
         typer.Option(help="With --measure: a whole Composer checkpoint.", exists=True, dir_okay=False),
@@ -41,7 +34,7 @@ def policy(
     """Print the recipe of each GEMM of a YAML's model, without training it."""
     try:
         with quiet():
-            typer.echo(_measured(yaml, error, recipes, load, trust) if measure else _resolved(yaml, trust))
+            typer.echo(_measured(yaml, load, trust) if measure else _resolved(yaml, trust))
     except RuntimeError as problem:
         raise ConfigError(str(problem)) from problem
 
@@ -56,7 +49,7 @@ def _resolved(yaml: Path, trust: bool) -> str:
 
     config = read_yaml(yaml, trust=trust)
     fp8 = fp8_config(config)
-    report = apply_fp8(build_yaml_model(config, "meta"), device="cpu", **{**fp8.given, **ELSEWHERE})
+    report = apply_fp8(build_yaml_model(config, "meta"), device="cpu", **on_paper(fp8, GPUS["h100"]))
     asked = "native or transformer_engine" if fp8.backend == "auto" else fp8.backend
     report = dataclasses.replace(report, backend=asked)
     policy, length = fp8.policy(torch.device("cpu")), run_of(config).length
@@ -67,7 +60,7 @@ def _resolved(yaml: Path, trust: bool) -> str:
     return report.policy_table() + "\n".join([*lines, report.summary().splitlines()[0]])
 
 
-def _measured(yaml: Path, error: float, recipes: str, load: Path | None, trust: bool) -> str:
+def _measured(yaml: Path, load: Path | None, trust: bool) -> str:
     import yaml as text
 
     from foundry_fp8.cli.probe import fp8_config, model_and_batch
@@ -77,14 +70,12 @@ def _measured(yaml: Path, error: float, recipes: str, load: Path | None, trust: 
     from foundry_fp8.surgery.rules import Measured
 
     config = read_yaml(yaml, trust=trust)
-    options: dict[str, Any] = fp8_config(config).given
-    given = options.pop("recipe", None)
-    own = given.given if isinstance(given, Measured) else {}
-    fields = {"name": "measured", "error": error, "recipes": recipes.split(","), **own}
-    measured = from_mapping(Measured, fields, "algorithms.fp8.recipe")
+    given = fp8_config(config)
+    measured, options = given.recipe if isinstance(given.recipe, Measured) else Measured(), given.given
+    recipes = measured.recipes or ("delayed", "current", "block")  # not all that is emulated here
     model, batch, loss_of = model_and_batch(config, load, 2, "--measure", trust=trust)
-    apply_fp8(model, **{**options, **ELSEWHERE, "attention": False, "recipe": measured})
-    choice = measure_policy(model, loss_of, batch, error=measured.error, recipes=measured.recipes)
+    apply_fp8(model, **{**on_paper(given, GPUS["h100"]), "attention": False, "recipe": measured})
+    choice = measure_policy(model, loss_of, batch, error=measured.error, recipes=recipes)
     fp8: dict[str, Any] = {"enabled": False}
     if rules := choice.rules():
         if "include" in options and "modules" not in rules[-1]:

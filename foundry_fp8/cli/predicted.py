@@ -113,21 +113,20 @@ class PlannedRun:
         return model_step(self.model, runs, set(fusion.norms), set(fusion.mlps), length, again)
 
     def speed(
-        self, micro: Workload, gpus: int, recipe: Recipe | None, *, key: str = "--gpus", network: str | None = None,
-        mfu: float | None = None, compressing: float = 0.0,
+        self, micro: Workload, gpus: int, recipe: Recipe | None, *, network: str | None = None, mfu: float | None = None,
     ) -> tuple[float, Speed]:  # fmt: skip
-        """Tokens a second of a GPU, and the step, whose microbatch is ``micro`` and takes ``compressing`` seconds a token more."""
+        """Tokens a second of a GPU, and the step, whose microbatch is ``micro``."""
         from foundry_fp8.planning.speed import predict
 
         config, run, step, gpu = self.config, run_of(self.config, gpus), self.step, self.gpu
         if run.fsdp is None and run.activation_checkpointing is None:  # one GPU: there are none of FSDP's
             step = dataclasses.replace(step, again=None)
-        shard = shard_of(run, self.model, gpu.memory_bytes, key)
+        shard = shard_of(run, self.model, gpu.memory_bytes)
         total, size = config.get("global_train_batch_size"), config.get("device_train_microbatch_size")
         count = max(1, total // gpus // size) if isinstance(total, int) and isinstance(size, int) else 1
         work = dataclasses.replace(micro, tokens=count * micro.tokens, microbatches=count)
         wires = NETWORKS[network or NETWORK_OF.get(self.name, "h100-3200g")]
-        found = predict(step, work, recipe, gpus, shard, gpu, wires, mfu, compressing * work.tokens)
+        found = predict(step, work, recipe, gpus, shard, gpu, wires, mfu)
         return work.tokens / found.seconds, found
 
 

@@ -3,14 +3,6 @@
 ``foundry_fp8.data.tokenizer`` is imported only when data is made: transformers and streaming take seconds to import.
 """
 
-from foundry_fp8.data.corpus import Document, corpus_digest, split_documents, standard_library_documents
 from foundry_fp8.data.shards import PreparedData, prepare_data
 
-__all__ = [
-    "Document",
-    "PreparedData",
-    "corpus_digest",
-    "prepare_data",
-    "split_documents",
-    "standard_library_documents",
-]
+__all__ = ["PreparedData", "prepare_data"]

@@ -41,11 +41,6 @@ class PreparedData:
     val_samples: int
     """The same in ``val/``."""
 
-    @property
-    def tokenizer(self) -> Path:
-        """The folder that ``tokenizer.name`` of a YAML points to."""
-        return self.folder / "tokenizer"
-
 
 def prepare_data(
     cache: Path,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from llmfoundry.models.hf import ComposerHFCausalLM
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from foundry_fp8.config import ConfigError, Text, check_arguments
 from foundry_fp8.export.load import load_fp8
@@ -27,7 +26,7 @@ class ComposerFP8CausalLM(ComposerHFCausalLM):
         options: Further arguments of ``hf_causal_lm``.
 
     Raises:
-        ConfigError: No folder, a key that it does not have, or what ``load_fp8`` raises.
+        ConfigError: A key that it does not have, or what ``load_fp8`` raises.
     """
 
     def __init__(
@@ -40,11 +39,6 @@ class ComposerFP8CausalLM(ComposerHFCausalLM):
         **options: Any,
     ) -> None:
         check_arguments(ComposerFP8CausalLM, locals(), "model")
-        if not Path(pretrained_model_name_or_path).is_dir():
-            raise ConfigError(
-                f"model.pretrained_model_name_or_path: {pretrained_model_name_or_path} is no folder on this disk. huggingface_hub's "
-                "snapshot_download makes one."
-            )
         for key in ("pretrained_lora_id_or_path", "load_in_8bit"):
             if options.get(key):
                 raise ConfigError(f"model.{key}: hf_fp8_causal_lm does not take it. Remove the key.")
@@ -58,7 +52,7 @@ class ComposerFP8CausalLM(ComposerHFCausalLM):
         """As ``hf_causal_lm``'s, without memory for weights."""
         return super().build_inner_model(*args, **{**options, "init_device": "meta"})
 
-    def transform_model(self, model: PreTrainedModel) -> PreTrainedModel:
+    def transform_model(self, model: Any) -> Any:
         """Read the weights, before adapters are put beside them."""
         load_fp8(self.folder, model.requires_grad_(not self.frozen))
         return model

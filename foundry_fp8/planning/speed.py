@@ -215,7 +215,6 @@ def predict(
     gpu: Gpu,
     network: Network,
     mfu: float | None = None,
-    compressing: float = 0.0,
 ) -> Speed:
     """The step of ``recipe`` on ``gpus``.
 
@@ -228,14 +227,12 @@ def predict(
         gpu: Of which kind they are.
         network: Between them.
         mfu: In BF16, of a GPU that computes alone, with the run's checkpoints; ``None`` for :data:`USUAL_MFU`, to which their kernels come.
-        compressing: Seconds of a step that compression of activations takes; it is held against a run in BF16 without.
     """
     micro = work.microbatches
     optimizer = OPTIMIZER_BYTES * step.trained / shard / rates_of(gpu).bandwidth
     bf16, fp8 = (
         micro * step.kernel_seconds(work.tokens / micro, gpu, one) + optimizer for one in (None, recipe)
     )
-    fp8 += compressing
     again = step.again
     plain, coded = (
         seconds * (step.blocks + (again.blocks if again else 0)) * micro for seconds in HOST_SECONDS

@@ -13,7 +13,7 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from foundry_fp8.report.run import HIGH_PRECISION, Run
 __all__ = [
     "COLUMNS",
     "UNKNOWN",
-    "PercentOf",
     "Row",
     "baseline_of",
     "compare",
@@ -32,8 +31,6 @@ __all__ = [
     "format_row",
     "shown_cells",
 ]
-
-PercentOf = Literal["baseline", "own"]
 
 COLUMNS = (
     "Run",
@@ -150,15 +147,13 @@ def explain(rows: Sequence[Row], columns: Sequence[int]) -> str:
     return " ".join(said)
 
 
-def compare(
-    runs: Sequence[Run], *, baseline: str | None = None, percent_of: PercentOf = "baseline"
-) -> list[Row]:
+def compare(runs: Sequence[Run], *, baseline: str | None = None, percent_of: str = "baseline") -> list[Row]:
     """One row a run: model by model from small to large, by devices, baselines first, otherwise as given.
 
     Args:
         runs: Of any models.
         baseline: A glob on the names of the runs that others are held against; by default those in high precision.
-        percent_of: What percentages of speed are of: see the module.
+        percent_of: ``baseline`` or ``own``, what percentages of speed are of: see the module.
 
     Raises:
         ValueError: No run has such a name.
@@ -181,7 +176,7 @@ def compare(
     return [_row(run, ordered, baseline, percent_of) for run in ordered]
 
 
-def _row(run: Run, runs: Sequence[Run], named: str | None, percent_of: PercentOf) -> Row:
+def _row(run: Run, runs: Sequence[Run], named: str | None, percent_of: str) -> Row:
     speed = run.tokens_per_second_per_device
     own = percent_of == "own"
     # In order of devices, baselines first.

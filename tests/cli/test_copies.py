@@ -69,7 +69,7 @@ def test_the_memory_of_doctor_and_of_the_plan_is_a_copy_over_its_ranks(
 def test_ranks_that_are_no_whole_nodes_are_refused_with_the_nearest_that_are(name, tmp_path, monkeypatch):
     said, planned = doctor_and_plan(name, 12, tmp_path, monkeypatch)
     assert "hybrid_sharding.shard: 8 does not divide the 12 ranks of this job." in said
-    assert "--world-size: 12 cannot be divided into shards of 8" in planned.output
+    assert "hybrid_sharding.shard: 8 does not divide the 12 ranks of this job" in planned.output
     assert "The nearest that can: 8 and 16." in planned.output
 
 

@@ -86,7 +86,7 @@ FAKE = ["--device", "fake"]
         (MPT, ["--world-size", "0"], "--world-size: 0 is not an integer of at least 1."),
         (MPT, ["--world-size", "-8"], "--world-size: -8 is not an integer of at least 1."),
         ({**MPT, **FSDP, "algorithms": {"hybrid_sharding": {"shard": 8}}}, ["--world-size", "7"],
-         "--world-size: 7 cannot be divided into shards of 8, as algorithms.hybrid_sharding asks. The nearest that can: 8."),
+         "hybrid_sharding.shard: 8 does not divide the 7 ranks of this job. Shard degrees that do: 1, 7."),
         (MPT, ["--world-size", "8", "--sharding", "FULLSHARD"], "Did you mean 'FULL_SHARD'?"),
         (MPT, ["--sharding", "FULL_SHARD"], "--sharding: a strategy for ranks; give --world-size too."),
         (MPT, ["--world-size", "8", "--gpu", "h10"], "Did you mean 'h100'?"),

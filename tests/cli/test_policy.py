@@ -62,7 +62,7 @@ def test_measured_rules_can_be_pasted(root):
     pasted = yaml.safe_load(result.output[result.output.index("algorithms:") :])["algorithms"]["fp8"]
     assert pasted == {"recipe": [{"recipe": "delayed"}], "keep_first_blocks": 1}
     assert policy(written(root, **pasted)).exit_code == 0
-    result = policy(written(root, recipe="delayed"), "--measure", "--error", "0.00001")
+    result = policy(written(root, recipe={"name": "measured", "error": 0.00001}), "--measure")
     assert (
         result.exit_code == 0 and "enabled: false" in result.output and "every recipe is off" in result.output
     )

@@ -4,7 +4,8 @@ import string
 import numpy as np
 import pytest
 
-from foundry_fp8.data import prepare_data, split_documents, standard_library_documents
+from foundry_fp8.data.corpus import split_documents, standard_library_documents
+from foundry_fp8.data.shards import prepare_data
 
 SIZES = {"vocab_size": 300, "sequence_length": 16}
 
@@ -34,7 +35,7 @@ def samples(folder):
 def test_shards_hold_the_documents_in_order_with_an_end_token_between_them(prepared, corpus):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(prepared.folder / "tokenizer")
     documents = dict(zip(("train", "val"), split_documents(standard_library_documents(corpus)), strict=True))
     for split, count in (("train", prepared.train_samples), ("val", prepared.val_samples)):
         found = samples(prepared.folder / split)
@@ -51,7 +52,7 @@ def test_shards_hold_the_documents_in_order_with_an_end_token_between_them(prepa
 def test_tokenizer_has_the_size_asked_for_and_loses_no_byte(prepared):
     from llmfoundry.utils.builders import build_tokenizer
 
-    tokenizer = build_tokenizer(str(prepared.tokenizer), {"model_max_length": 16})
+    tokenizer = build_tokenizer(str(prepared.folder / "tokenizer"), {"model_max_length": 16})
     assert len(tokenizer) == prepared.vocab_size == 300
     text = "def λ(x):\n\treturn x  # \u4e2d\x00"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -81,7 +81,6 @@ def test_a_folder_trains_from_a_yaml_and_resumes_bit_exactly(kind, lora, root, t
         ({"init_device": "meta"}, "model.init_device: 'meta'"),
         ({"pretrained": False}, "model.pretrained: False"),
         ({"load_in_8bit": True}, "model.load_in_8bit: hf_fp8_causal_lm does not take it"),
-        ({"pretrained_model_name_or_path": "no/such"}, "pretrained_model_name_or_path: no/such is no folder"),
     ],
 )
 def test_what_it_does_not_take_is_named(changes, said, root, tmp_path):

@@ -67,9 +67,8 @@ def measured_rates(device: torch.device, size: int = 8192, seconds: float = 0.2)
 
     def cast(recipe: Recipe, operand: Operand) -> Layout:
         plan = plan_of(recipe)
-        return SCALINGS[plan.kind].quantize(Source(x), operand, plan, BOTH, (None, None, None), direct=False)[
-            0
-        ]
+        quantize = SCALINGS[plan.kind].quantize
+        return quantize(Source(x), operand, plan, BOTH, (None, None, None), direct=False)[0]
 
     def product(recipe: Recipe) -> float:
         plan, took = plan_of(recipe), 0.0
@@ -80,9 +79,8 @@ def measured_rates(device: torch.device, size: int = 8192, seconds: float = 0.2)
 
     current, block = CurrentScaling(), BlockScaling()
     found = {"bf16": flops / shortest(lambda: x @ x, seconds), "fp8": product(current)}
-    found["bandwidth"] = (
-        bytes_per_element(current) * x.numel() / shortest(lambda: cast(current, "x"), seconds)
-    )
+    moved = bytes_per_element(current) * x.numel()
+    found["bandwidth"] = moved / shortest(lambda: cast(current, "x"), seconds)
     if NativeBackend().availability(block, device).ok:
         found["triton_block" if block_mode_missing() else "block"] = product(block)
     return found
