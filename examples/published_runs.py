@@ -130,7 +130,7 @@ def fog_recipes() -> Iterator[PublishedRun]:
 
 
 def fog_tasks() -> Iterator[PublishedRun]:
-    """Table 1: BF16 and FP8DPA of every variant, for a table of tasks (add ``icl_tasks`` as examples/downstream.yaml has them)."""
+    """Table 1: BF16 and FP8DPA of every variant, for a table of tasks (add ``icl_tasks``, as the YAML says)."""
     for yaml in ("fog-390m", "fog-1.5b"):
         yield from _fog(yaml, "-tasks", {v: (None, {}) for v in ("fog-max", "fog-opt", "fog-flash")}, {})
         for variant in ("fog-max", "fog-opt", "fog-flash"):
