@@ -46,6 +46,7 @@ CONFIGS = {
     "llama-3-70b": MODEL_SHAPES["meta-llama/Meta-Llama-3-70B"],
     "llama-3.1-405b": MODEL_SHAPES["meta-llama/Llama-3.1-405B"],
     "moe-132b": MODEL_SHAPES["mistralai/Mixtral-8x7B-v0.1"],
+    "qwen3-8b-fp8-lora": MODEL_SHAPES["./Qwen3-8B-FP8"],
 }
 PLANNED = (*CONFIGS, "llama-3-8b-lora")
 """Slow to build; tested under -m full."""
@@ -61,6 +62,7 @@ PARAMETERS = {
     "mpt-13b": 12.85e9,
     "llama-3-8b": 8.03e9,
     "llama-3-8b-lora": 8.03e9 + 0.168e9,  # 64 (in + out) for each linear of 32 blocks
+    "qwen3-8b-fp8-lora": 8.19e9 + 0.175e9,
     "llama-3-70b": 70.6e9,
     "llama-3.1-405b": 405.9e9,
     "moe-132b": 132e9,
@@ -107,6 +109,7 @@ def load(path, folders):
             OmegaConf.update(config, key, value)
     if config.model.name == "mpt_causal_lm":
         config.model.loss_fn = "torch_crossentropy"
+    config.model.name = config.model.name.replace("hf_fp8_", "hf_")  # no weights are there
     return config
 
 
@@ -163,11 +166,11 @@ def test_foundry_takes_the_yaml_and_its_model_converts(path, folders):
     )
     assert isinstance(report, SurgeryReport)
     # Every linear of every block, and nothing else, by the model's own count; MPT multiplies by its embedding at the end.
-    per_block = 4 + 16 * 3 if "moe" in path.stem else 7 if "llama" in path.stem else 4
+    per_block = 4 + 16 * 3 if "moe" in path.stem else 7 if "llama" in path.stem or "qwen" in path.stem else 4
     layers = train.model.get("n_layers") or model.config.num_hidden_layers
     fp8 = (config.get("algorithms") or {}).get("fp8") or {}
     kept = fp8.get("keep_first_blocks", 0) + fp8.get("keep_last_blocks", 0)
-    rules = [] if isinstance(fp8.get("recipe", "auto"), str) else fp8["recipe"]
+    rules = fp8["recipe"] if isinstance(fp8.get("recipe"), list) else []
     kept += sum(rule.get("blocks") == "last-1" for rule in rules)
     assert len(report.converted) == per_block * (layers - kept)
     kept_blocks = {LEFT.format(rule=f"algorithms.fp8.keep_{side}_blocks") for side in ("first", "last")}

@@ -60,10 +60,12 @@ class _Group(TyperGroup):
         """An error of what was given is one sentence, and exit status 2."""
         try:
             return super().invoke(ctx)
-        except (ConfigError, OSError) as error:
+        except (ConfigError, OSError, ModuleNotFoundError) as error:
             if getattr(error, "errno", None) == errno.EPIPE:  # who reads the output has gone; click's matter
                 raise
-            typer.echo(f"error: {error}", err=True)
+            needs = ". It reads runs as LLM Foundry does: pip install 'foundry_fp8[stack]'"
+            missing = getattr(error, "name", "") in ("composer", "llmfoundry")
+            typer.echo(f"error: {error}{needs if missing else ''}", err=True)
             raise typer.Exit(2) from error
 
 

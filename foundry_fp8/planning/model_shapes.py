@@ -28,6 +28,9 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
     "meta-llama/Meta-Llama-3-8B": _llama(4096, 14336, 32, 32, 8192),
     "meta-llama/Meta-Llama-3-70B": _llama(8192, 28672, 64, 80, 8192),
     "meta-llama/Llama-3.1-405B": _llama(16384, 53248, 128, 126, 131072),
+    "./Qwen3-8B-FP8": _llama(4096, 12288, 32, 36, 40960)
+    | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
+    | {"vocab_size": 151936, "rope_theta": 1000000.0},
     "mistralai/Mixtral-8x7B-v0.1": {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -44,4 +47,4 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""``config.json`` by the name on the Hugging Face hub (Grattafiori et al., arXiv 2407.21783, table 3; Jiang et al., arXiv 2401.04088, table 1)."""
+"""``config.json`` by the name on the Hugging Face hub (Grattafiori et al., arXiv 2407.21783, table 3; Yang et al., arXiv 2505.09388, table 1; Jiang et al., arXiv 2401.04088, table 1)."""

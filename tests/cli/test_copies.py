@@ -66,11 +66,11 @@ def test_the_memory_of_doctor_and_of_the_plan_is_a_copy_over_its_ranks(
 
 
 @pytest.mark.parametrize("name", ["hybrid, node", "FSDP2, hybrid"])
-def test_ranks_that_are_no_whole_nodes_are_refused_with_the_nearest_that_are(name, tmp_path, monkeypatch):
+def test_ranks_that_are_no_whole_nodes_are_refused_with_the_shards_that_fit(name, tmp_path, monkeypatch):
     said, planned = doctor_and_plan(name, 12, tmp_path, monkeypatch)
     assert "hybrid_sharding.shard: 8 does not divide the 12 ranks of this job." in said
     assert "hybrid_sharding.shard: 8 does not divide the 12 ranks of this job" in planned.output
-    assert "The nearest that can: 8 and 16." in planned.output
+    assert "Shard degrees that do: 1, 2, 3, 4, 6, 12." in planned.output
 
 
 def doctor_and_plan(name, ranks, folder, monkeypatch):

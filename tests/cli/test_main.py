@@ -125,3 +125,23 @@ def test_compare_names_a_run_that_is_not_there(tmp_path):
     code, output = run("compare", str(tmp_path / "nothing"))
     assert code == 2
     assert "There is no" in output
+
+
+class Absent:
+    """Finds no LLM Foundry and no Composer."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("composer", "llmfoundry"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_without_llm_foundry_a_command_says_what_it_needs(tmp_path, monkeypatch):
+    """As beside Trainer and TRL, whose releases LLM Foundry does not take."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    for name in [name for name in sys.modules if name.split(".")[0] in ("composer", "llmfoundry")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
+    for command in (["doctor"], ["plan", "speed"], ["plan", "memory"]):
+        done = CliRunner().invoke(app, [*command, str(tmp_path)])
+        assert done.exit_code == 2, done.output
+        assert "It reads runs as LLM Foundry does: pip install 'foundry_fp8[stack]'" in done.output

@@ -53,8 +53,8 @@ def _attend(
 def _hugging_face(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """Transformers' signature: ``[B, H, S, D]`` to ``[B, S, H, D]``."""
-    return _Flash.apply(query, key, value).transpose(1, 2), None
+    """Transformers' signature: ``[B, H, S, D]`` to ``[B, S, H, D]``; like it, casts what a norm of queries or keys left in float32."""
+    return _Flash.apply(query.to(value.dtype), key.to(value.dtype), value).transpose(1, 2), None
 
 
 class _Flash(torch.autograd.Function):
