@@ -25,6 +25,7 @@ from foundry_fp8.surgery.apply import apply_fp8
 from foundry_fp8.surgery.left_out import ADAPTER, HEAD, ROUTER
 from foundry_fp8.surgery.linears import LEFT
 from foundry_fp8.surgery.report import SurgeryReport
+from tests.planned_options import plan_only
 
 SHARED = "fog-8b-16k"
 """Tensor parallel, which plans of a YAML refuse (tests/cli/test_cluster.py); trained by tests/multiprocess/test_fog_training.py."""
@@ -234,7 +235,8 @@ def kind_of_gpu(path):
     return planned[2].split()[0].lower() if planned else "h100"
 
 
-def test_a_plan_with_fp8_attention_says_where_auto_leaves_it(folders, tmp_path):
+def test_a_plan_with_fp8_attention_says_where_auto_leaves_it(folders, tmp_path, monkeypatch):
+    plan_only(monkeypatch)
     (path,) = (path for path in ALL if path.stem == "fog")
     config = load(path, folders)
     OmegaConf.update(config, "algorithms.fp8", {"recipe": "delayed", "attention": True}, force_add=True)

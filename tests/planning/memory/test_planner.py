@@ -19,11 +19,11 @@ from foundry_fp8.planning.memory import planner
 from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
 from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
-from foundry_fp8.planning.memory.options import options_of
 from foundry_fp8.planning.memory.plan import MemoryPlan
 from foundry_fp8.planning.memory.planner import apply_plan, choose, measure, measure_as_it_is, plan_memory
 from foundry_fp8.surgery.apply import apply_fp8
 from tests.model_zoo import TRANSFORMERS_4
+from tests.planned_options import plan_only
 
 TOKENS = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
 
@@ -35,20 +35,6 @@ def quick():
         patch.setattr(measuring, "CACHE_BYTES", 2**16)
         patch.setattr(planner, "ROUNDS", 1)
         yield
-
-
-@pytest.fixture
-def only(monkeypatch):
-    """Has the planner measure no options but those of the names given, where a test asks for no others."""
-
-    def limit(*names):
-        monkeypatch.setattr(
-            planner,
-            "options_of",
-            lambda block, formats: [o for o in options_of(block, formats=formats) if o.name in names],
-        )
-
-    return limit
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +103,8 @@ def test_predicted_peaks_are_within_2_percent_of_measured_ones(fp8):
 
 
 @pytest.mark.parametrize("blocks", [2, 4])
-def test_a_model_with_frozen_blocks_is_planned_for_at_least_what_it_needs(blocks, only):
-    only("none", "block")
+def test_a_model_with_frozen_blocks_is_planned_for_at_least_what_it_needs(blocks, monkeypatch):
+    plan_only(monkeypatch)
 
     def frozen():
         model = build(4)
@@ -189,8 +175,8 @@ def test_equal_measurements_give_equal_plans(exact):
     assert choose(exact, 0.85).chosen == choose(exact, 0.85).chosen
 
 
-def test_a_budget_that_nothing_meets_says_what_would(only):
-    only("none", "block", "exact")
+def test_a_budget_that_nothing_meets_says_what_would(monkeypatch):
+    plan_only(monkeypatch, "exact")
     model = build(2)
     with pytest.raises(
         ConfigError, match=r"nothing meets 0.01 .*smallest peak that can be met is .*MiB \((\d+) B\)"
@@ -311,10 +297,10 @@ def test_a_dry_run_on_fake_tensors_counts_the_same_bytes():
         (True, 3, True),
     ],
 )
-def test_peaks_of_resumed_runs_in_autocast_with_accumulation(half, microbatches, tied, only):
+def test_peaks_of_resumed_runs_in_autocast_with_accumulation(half, microbatches, tied, monkeypatch):
     """With the states of AdamW there, gradients of earlier microbatches, and weights that autocast has cast."""
     options = ("none", "block", "exact", "self_attn")
-    only(*options)
+    plan_only(monkeypatch, *options)
     tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(1))
 
     def stepped():
@@ -349,9 +335,9 @@ def test_peaks_of_resumed_runs_in_autocast_with_accumulation(half, microbatches,
         assert plan.predicted_peak == pytest.approx(peak, rel=0.03), option
 
 
-def test_the_embedding_s_second_gradient_is_the_peak_of_a_short_microbatch(only):
+def test_the_embedding_s_second_gradient_is_the_peak_of_a_short_microbatch(monkeypatch):
     """It is made last, beside the one of the microbatches before; the head here has none."""
-    only("none", "block")
+    plan_only(monkeypatch)
     tokens = torch.randint(0, 4096, (1, 8), generator=torch.Generator().manual_seed(1))
 
     def frozen_head():
@@ -408,9 +394,9 @@ def test_a_plan_rounds_nothing_unless_it_is_asked_to(exact):
     assert none.lean is None and not any("exact" in name for costs in none.costs for name in costs)
 
 
-def test_a_model_with_a_cache_of_keys_is_planned(only):
+def test_a_model_with_a_cache_of_keys_is_planned(monkeypatch):
     """Blocks are called again with what the first call filled; transformers' default is to fill one."""
-    only("none", "block")
+    plan_only(monkeypatch)
     model = build()
     model.config.use_cache = True
     plan = plan_memory(model, loss_of(model), budget=0.8, cost_model=CostModel())
@@ -436,9 +422,9 @@ def test_a_model_with_a_cache_of_keys_is_planned(only):
     ],
     ids=["wgrad", "nothing after", "high precision after"],
 )
-def test_a_run_whose_recipes_change_is_planned_for_the_one_that_keeps_most(rules, most, only):
+def test_a_run_whose_recipes_change_is_planned_for_the_one_that_keeps_most(rules, most, monkeypatch):
     """FP8 keeps a byte an element of what high precision keeps four of, and is what these runs begin with."""
-    only("none", "block")
+    plan_only(monkeypatch)
     timed, alone, begins = build(fp8=rules), build(fp8=None if most is None else "block"), build(fp8="block")
     for state in (FP8State.of(alone),) if most else ():
         for layer in state.modules.values():

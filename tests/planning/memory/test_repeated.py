@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from foundry_fp8.planning.memory import planner
 from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.dry_runs import EqualShares, left_out, repeated
-from foundry_fp8.planning.memory.options import options_of
 from foundry_fp8.planning.memory.planner import measure
 from foundry_fp8.surgery.apply import apply_fp8
+from tests.planned_options import plan_only
 
 SIZES = {
     "hidden_size": 64,
@@ -58,11 +58,7 @@ def test_the_first_and_the_last_of_each_kind_run():
 )
 def test_measurements_are_those_of_whole_runs(build, monkeypatch):
     """Of two options: what each costs is measured on a block that runs alone, whichever others are left out."""
-    monkeypatch.setattr(
-        planner,
-        "options_of",
-        lambda block, formats: [o for o in options_of(block, formats=formats) if o.name in ("none", "block")],
-    )
+    plan_only(monkeypatch)
 
     def measured():
         with FakeTensorMode(allow_non_fake_inputs=True):
