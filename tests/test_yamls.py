@@ -326,7 +326,8 @@ TINY_LLAMA = {
     "num_key_value_heads": 2,
     "vocab_size": 512,
 }
-DEPTH = {"llama-3-70b": 4, "llama-3.1-405b": 4, "moe-132b": 2}
+DEPTH = {"mpt-1b": 4, "llama-3-70b": 4, "llama-3.1-405b": 4, "moe-132b": 2}
+"""Of those whose YAML counts no blocks."""
 
 
 def scaled_down(path, folders, root):
@@ -341,7 +342,8 @@ def scaled_down(path, folders, root):
         "log_to_console": False, "eval_loader": None,
     }  # fmt: skip
     if name == "mpt_causal_lm":
-        changes |= {"model.d_model": 64, "model.n_heads": 4, "model.vocab_size": 512}
+        layers = DEPTH.get(path.stem, config.model.n_layers)
+        changes |= {"model.d_model": 64, "model.n_heads": 4, "model.n_layers": layers, "model.vocab_size": 512}
         config.tokenizer.name = str(root / "tokenizer")
     else:
         tiny = {**TINY_LLAMA, "num_hidden_layers": DEPTH.get(path.stem, 32)}
