@@ -8,7 +8,7 @@ import foundry_fp8
 from tests.allocations import most_allocated
 from tests.export.published import publish
 
-HIDDEN, INNER, LAYERS, TOKENS = 1024, 3072, 6, 16
+HIDDEN, INNER, LAYERS, TOKENS = 512, 1536, 12, 8
 
 
 def base(dtype):
