@@ -343,7 +343,12 @@ def scaled_down(path, folders, root):
     }  # fmt: skip
     if name == "mpt_causal_lm":
         layers = DEPTH.get(path.stem, config.model.n_layers)
-        changes |= {"model.d_model": 64, "model.n_heads": 4, "model.n_layers": layers, "model.vocab_size": 512}
+        changes |= {
+            "model.d_model": 64,
+            "model.n_heads": 4,
+            "model.n_layers": layers,
+            "model.vocab_size": 512,
+        }
         config.tokenizer.name = str(root / "tokenizer")
     else:
         tiny = {**TINY_LLAMA, "num_hidden_layers": DEPTH.get(path.stem, 32)}

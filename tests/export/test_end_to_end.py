@@ -105,7 +105,12 @@ def served(model, values, e8m0, frozen_experts):
     return twin
 
 
-QUICK = {"deepseek, whole": "lora", "deepseek, ragged": "full", "qwen3, whole": "full", "qwen3, ragged": "lora"}
+QUICK = {
+    "deepseek, whole": "lora",
+    "deepseek, ragged": "full",
+    "qwen3, whole": "full",
+    "qwen3, ragged": "lora",
+}
 """Each model and each shape in both ways; every cell in the full tier."""
 
 

@@ -72,7 +72,7 @@ def products():
         yield pytest.param(recipe, sizes, flipped, id=name, marks=() if quick else pytest.mark.full)
 
 
-@pytest.mark.parametrize(("recipe", "sizes", "flipped"), products())
+@pytest.mark.parametrize(("recipe", "sizes", "flipped"), list(products()))
 def test_the_products_are_those_of_a_linear_for_each_expert(recipe, sizes, flipped, device, one_by_one):
     inputs = given(sizes, device, flipped)
     module = layer(recipe, device)
