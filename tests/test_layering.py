@@ -127,7 +127,7 @@ def _private(name):
 
 
 def _private_uses(tree):
-    """``(name, the expression, whose)`` of private names that are read, written, asked for by a string or imported."""
+    """``(name, the node, whose)`` of private names that are read, written, asked for by a string or imported."""
     modules = {
         (alias.asname or alias.name).split(".")[0]
         for node in ast.walk(tree)
@@ -140,7 +140,7 @@ def _private_uses(tree):
             for alias in node.names:
                 path = [*(getattr(node, "module", None) or "").split("."), *alias.name.split(".")]
                 if path[0] in LIBRARIES or (path[:1] == [""] and path[1] in LIBRARIES):
-                    yield from ((part, ast.unparse(node), "a library") for part in path if _private(part))
+                    yield from ((part, node, "a library") for part in path if _private(part))
             continue
         if isinstance(node, ast.Attribute):
             name, of = node.attr, node.value
@@ -158,7 +158,7 @@ def _private_uses(tree):
                 root = root.value if isinstance(root, ast.Attribute) else root.func
             rooted = root.id if isinstance(root, ast.Name) else ""
             own = (rooted in ("self", "cls") and isinstance(of, ast.Name)) or rooted == "super"
-            yield name, ast.unparse(node), "a library" if rooted in modules else "self" if own else "another"
+            yield name, node, "a library" if rooted in modules else "self" if own else "another"
 
 
 def private_names_of_others(files):
@@ -168,9 +168,9 @@ def private_names_of_others(files):
     of_all = set().union(*ours.values())
     known = {"a library": lambda path: set(), "another": ours.__getitem__, "self": lambda path: of_all}
     return [
-        f"{path.name}: {expression}"
+        f"{path.name}: {ast.unparse(node)}"
         for path, tree in trees.items()
-        for name, expression, whose in _private_uses(tree)
+        for name, node, whose in _private_uses(tree)
         if name not in DOCUMENTED and name not in known[whose](path)
     ]
 

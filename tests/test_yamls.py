@@ -25,6 +25,7 @@ from foundry_fp8.surgery.apply import apply_fp8
 from foundry_fp8.surgery.left_out import ADAPTER, HEAD, ROUTER
 from foundry_fp8.surgery.linears import LEFT
 from foundry_fp8.surgery.report import SurgeryReport
+from tests.planned_options import plan_only
 
 SHARED = "fog-8b-16k"
 """Tensor parallel, which plans of a YAML refuse (tests/cli/test_cluster.py); trained by tests/multiprocess/test_fog_training.py."""
@@ -236,7 +237,8 @@ def kind_of_gpu(path):
     return planned[2].split()[0].lower() if planned else "h100"
 
 
-def test_a_plan_with_fp8_attention_says_where_auto_leaves_it(folders, tmp_path):
+def test_a_plan_with_fp8_attention_says_where_auto_leaves_it(folders, tmp_path, monkeypatch):
+    plan_only(monkeypatch)
     (path,) = (path for path in ALL if path.stem == "fog")
     config = load(path, folders)
     OmegaConf.update(config, "algorithms.fp8", {"recipe": "delayed", "attention": True}, force_add=True)
@@ -326,7 +328,8 @@ TINY_LLAMA = {
     "num_key_value_heads": 2,
     "vocab_size": 512,
 }
-DEPTH = {"llama-3-70b": 4, "llama-3.1-405b": 4, "moe-132b": 2}
+DEPTH = {"mpt-1b": 4, "llama-3-70b": 4, "llama-3.1-405b": 4, "moe-132b": 2}
+"""Of those whose YAML counts no blocks."""
 
 
 def scaled_down(path, folders, root):
@@ -341,7 +344,13 @@ def scaled_down(path, folders, root):
         "log_to_console": False, "eval_loader": None,
     }  # fmt: skip
     if name == "mpt_causal_lm":
-        changes |= {"model.d_model": 64, "model.n_heads": 4, "model.vocab_size": 512}
+        layers = DEPTH.get(path.stem, config.model.n_layers)
+        changes |= {
+            "model.d_model": 64,
+            "model.n_heads": 4,
+            "model.n_layers": layers,
+            "model.vocab_size": 512,
+        }
         config.tokenizer.name = str(root / "tokenizer")
     else:
         tiny = {**TINY_LLAMA, "num_hidden_layers": DEPTH.get(path.stem, 32)}

@@ -70,7 +70,7 @@ def test_a_damaged_layer_is_demoted_and_returns_and_what_was_measured_is_logged(
 
 def test_a_run_that_only_warns_has_the_losses_of_one_without_a_guard(train):
     watch = guard(actions=["warn"], interval=1)
-    watched, plain = run(train, watch), run(train)
+    watched, plain = (run(train, *monitors, steps=DAMAGED.start + 4) for monitors in ([watch], []))
     assert watch.guard.events and not moves(watched)
     assert series(watched, "loss/train/total") == series(plain, "loss/train/total")
     pairs = zip(watched.state.model.state_dict().items(), plain.state.model.state_dict().items(), strict=True)

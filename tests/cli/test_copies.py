@@ -7,6 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from foundry_fp8.cli.main import app
+from tests.planned_options import plan_only
 
 MODEL = {"name": "mpt_causal_lm", "d_model": 256, "n_heads": 2, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 32,
          "vocab_size": 4096}  # fmt: skip
@@ -76,6 +77,7 @@ def test_ranks_that_are_no_whole_nodes_are_refused_with_the_shards_that_fit(name
 def doctor_and_plan(name, ranks, folder, monkeypatch):
     """What ``doctor`` says of a case on so many ranks, and the result of ``plan memory``."""
     fsdp, algorithms, _ = CASES[name]
+    plan_only(monkeypatch)
     monkeypatch.setenv("FSDP_VERSION", "2" if "FSDP2" in name else "1")
     file = folder / "run.yaml"
     run = {"max_seq_len": 32, "device_train_microbatch_size": 1, "precision": "amp_bf16", "model": MODEL,

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from foundry_fp8.cli.main import app
 from tests.callbacks.conftest import build_llama
+from tests.planned_options import plan_only
 
 
 @pytest.fixture
@@ -19,7 +20,8 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def test_doctor_says_what_would_be_converted_and_memory_is_planned(folder):
+def test_doctor_says_what_would_be_converted_and_memory_is_planned(folder, monkeypatch):
+    plan_only(monkeypatch)
     done = CliRunner().invoke(app, ["doctor", str(folder)])
     assert done.exit_code == 0 and "14 of 15 linears" in done.output and "run_log" not in done.output
     assert "over 8 ranks" in done.output

@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 
 from foundry_fp8.cli.main import app
 from foundry_fp8.config import parse_bytes
-from foundry_fp8.planning.memory import measure
+from foundry_fp8.planning.memory import measure, planner
+from tests.planned_options import plan_only
 
 
 @pytest.mark.full
@@ -109,8 +110,9 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, run, options, said)
     assert done.output.rstrip().endswith(line)  # nothing after it, no traceback
 
 
-def test_a_cluster_is_planned_from_one_cpu(tmp_path):
+def test_a_cluster_is_planned_from_one_cpu(tmp_path, monkeypatch):
     """Eight ranks hold an eighth of parameters, gradients and the named optimizer's states; the budget is the GPU's memory."""
+    plan_only(monkeypatch)
     held = {}
     run = {**MPT, **FSDP, "precision": "amp_bf16", "optimizer": {"name": "decoupled_adamw", "lr": 1.0e-3}}
     file = tmp_path / "run.yaml"
@@ -131,8 +133,9 @@ def test_a_cluster_is_planned_from_one_cpu(tmp_path):
     assert held[8, True] == pytest.approx(16 * count, rel=0.02)  # parameters, two moments, DDP's buckets
 
 
-def test_optimizers_that_keep_less_are_shown_with_their_bytes(tmp_path):
+def test_optimizers_that_keep_less_are_shown_with_their_bytes(tmp_path, monkeypatch):
     pytest.importorskip("torchao")
+    plan_only(monkeypatch)
     file = tmp_path / "run.yaml"
     run = {**MPT, **FSDP, "optimizer": {"name": "decoupled_adamw", "lr": 1.0e-3}}
     for ranks in (1, 8):
@@ -286,6 +289,8 @@ def test_frozen_weights_in_fp8_are_an_option_with_bytes_and_seconds(tmp_path):
 def test_a_dry_run_plans_with_what_compression_keeps(tmp_path, monkeypatch):
     """Packed and exact, blocks keep less than as they are: what a CPU measures on real tensors."""
     monkeypatch.setattr(measure, "CACHE_BYTES", 2**16)  # bytes are asked for, not seconds
+    monkeypatch.setattr(planner, "ROUNDS", 1)
+    plan_only(monkeypatch, "exact", "int8")
     model = {
         **MPT["model"],
         "d_model": 256,

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from foundry_fp8.cli.main import app
 from foundry_fp8.report.runs import read_runs
+from tests.planned_options import plan_only
 
 MODEL = """
 model: {{name: mpt_causal_lm, d_model: 32, n_heads: 2, n_layers: 1, max_seq_len: 32, vocab_size: 64, init_device: meta}}
@@ -29,6 +30,7 @@ def run(command, path, *more):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_code_paths_run_only_for_who_trusts_them(command, tmp_path, monkeypatch):
+    plan_only(monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "code.py").write_text("import os; os.makedirs('ran', exist_ok=True)\n")
     (tmp_path / "run.yaml").write_text(MODEL.format(more="code_paths: [code.py]"))

@@ -57,9 +57,15 @@ def assert_within(what, total, worst, most):
 
 NOT_SHARDED = {"CLIP": "scalar parameters"}
 """What torch's FSDP2 refuses in these hosts."""
-SAMPLE = ["shared block", *(["MPT-dmoe-glu", "Mixtral, balanced"] if TRANSFORMERS_4 else ["GptOss"])]
+SAMPLE = ["shared block", *(["MPT-dmoe-glu"] if TRANSFORMERS_4 else ["GptOss"])]
 SHARES = [list(HOSTS)[first::6] for first in range(6)]
-IMPORTS = f"{launch.FSDP},tests.combinations.sharded_hosts"
+IMPORTS = ",".join(
+    [
+        launch.FSDP,
+        *(["llmfoundry.models.mpt.modeling_mpt"] if TRANSFORMERS_4 else []),
+        "tests.combinations.sharded_hosts",
+    ]
+)
 
 
 @pytest.mark.multiprocess

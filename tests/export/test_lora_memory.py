@@ -8,7 +8,7 @@ import foundry_fp8
 from tests.allocations import most_allocated
 from tests.export.published import publish
 
-HIDDEN, INNER, LAYERS, TOKENS = 1024, 3072, 6, 16
+HIDDEN, INNER, LAYERS, TOKENS = 1024, 3072, 6, 8
 
 
 def base(dtype):
@@ -39,9 +39,14 @@ def peak(model):
     return held + most_allocated(step)
 
 
+@pytest.fixture(scope="module")
+def bfloat16s():
+    return peak(base(torch.bfloat16))
+
+
 @pytest.mark.parametrize("e8m0", [False, True], ids=["float", "ue8m0"])
-def test_a_step_holds_at_most_six_tenths_of_bfloat16s(e8m0, tmp_path):
+def test_a_step_holds_at_most_six_tenths_of_bfloat16s(e8m0, bfloat16s, tmp_path):
     publish(base(torch.float32), tmp_path, e8m0=e8m0)
     model = base(torch.bfloat16).requires_grad_(False)
     foundry_fp8.load_fp8(tmp_path, model)
-    assert peak(model) <= 0.60 * peak(base(torch.bfloat16))
+    assert peak(model) <= 0.60 * bfloat16s

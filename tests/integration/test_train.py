@@ -41,7 +41,7 @@ def test_runs_in_other_recipes_resume_bit_exactly(root, tmp_path, recipe):
         ("dmoe", "delayed", 6),
         pytest.param("dmoe", "block", 6, marks=pytest.mark.full),
         ("dbrx", "current", 6),
-        ("mixtral", "current", 24),
+        pytest.param("mixtral", "current", 24, marks=pytest.mark.full),
         pytest.param("qwen2_moe", "current", 24, marks=pytest.mark.full),
     ],
 )
@@ -103,7 +103,7 @@ def test_resuming_with_another_recipe_is_an_error_with_the_way_out(root, delayed
 def test_a_hugging_face_llama_trains_in_fp8_and_learns(root):
     losses = {}
     for algorithms in (None, fp8("mxfp8")):
-        cfg = config(root, model=hugging_face(root, "llama"), algorithms=algorithms, max_duration="12ba")
+        cfg = config(root, model=hugging_face(root, "llama"), algorithms=algorithms, max_duration="8ba")
         trainer = train(cfg)
         losses[bool(algorithms)] = trainer.state.total_loss_dict["loss/train/total"]
         if algorithms:

@@ -63,9 +63,9 @@ def run(name, sharded, *runs):
 @pytest.mark.parametrize(
     ("name", "ranks", "sharded"),
     [
-        ("plain", 1, True),
+        pytest.param("plain", 1, True, marks=pytest.mark.full),
         ("plain", 2, True),
-        ("accelerate_loop", 1, False),
+        pytest.param("accelerate_loop", 1, False, marks=pytest.mark.full),
         ("accelerate_loop", 2, False),
         pytest.param("accelerate_loop", 2, True, marks=LOADS_SHARDED),
     ],

@@ -34,7 +34,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("world", "wrap", "precision"), [(1, "none", "fp32"), (2, "ddp", "bf16"), (2, "fsdp2", "bf16")]
+    ("world", "wrap", "precision"),
+    [pytest.param(1, "none", "fp32", marks=pytest.mark.full), (2, "ddp", "bf16"), (2, "fsdp2", "bf16")],
 )
 @pytest.mark.parametrize("host", ["trainer", "sft"])
 def test_a_killed_run_resumes_bit_for_bit_with_the_guard_having_acted(world, wrap, precision, host, tmp_path):

@@ -12,7 +12,7 @@ FULL = pytest.mark.full
     [
         ("fsdp2", 2, ("lora", "recompute")),
         ("fsdp1", 2, ()),
-        ("tp", 4, ()),
+        ("tp", 2, ()),
         pytest.param("ddp", 2, ("lora",), marks=FULL),
         pytest.param("fsdp2", 2, ("compile",), marks=FULL),
         pytest.param("fsdp1", 4, ("recompute",), marks=FULL),

@@ -240,7 +240,9 @@ def composed(rules, duration="8ba", constant=None, by_hand=None, **options):
     return model, watch.ran
 
 
-@pytest.mark.parametrize(("run", "duration"), [("warm", "2ep"), ("decay", "64sp")])
+@pytest.mark.parametrize(
+    ("run", "duration"), [pytest.param("warm", "2ep", marks=pytest.mark.full), ("decay", "64sp")]
+)
 @pytest.mark.integration
 def test_composer_follows_them_and_resumes(run, duration, tmp_path):
     rules, constant, by_hand = RUNS[run]
@@ -290,7 +292,10 @@ def test_the_run_log_has_each_switch_once(tmp_path):
 # Trainer
 
 
-@pytest.mark.parametrize(("name", "options"), [("warm", {"gradient_checkpointing": True}), ("decay", {})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("warm", {"gradient_checkpointing": True}), pytest.param("decay", {}, marks=pytest.mark.full)],
+)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_trainer_follows_them_and_resumes(name, options, tmp_path, monkeypatch):
     from transformers import TrainerCallback

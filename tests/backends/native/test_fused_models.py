@@ -142,7 +142,7 @@ def test_two_forwards_before_their_backwards(device):
 
 def test_gate_and_up_have_one_scale_and_their_own_saved_state(device):
     model = model_of("Llama", blocks=1)
-    foundry_fp8.apply_fp8(model, recipe="delayed", backend="native")
+    foundry_fp8.apply_fp8(model, recipe="delayed", backend="native", include=["*.mlp.*"])
     mlp = model.model.layers[0].mlp
     own = mlp.up_proj.slots["x"].index
     step(model)
@@ -166,7 +166,8 @@ def test_q_k_and_v_have_one_scale_while_they_read_one_tensor(device):
     """Each step gives the bits and the saved state of linears that have a scale each, whoever steps between norm and linear."""
     models = model_of("Llama", blocks=1), model_of("Llama", blocks=1)
     for model, fuse in zip(models, ("auto", False), strict=True):
-        foundry_fp8.apply_fp8(model, recipe="delayed", backend="native", fuse=fuse, evaluate="fp8")
+        options = {"fuse": fuse, "evaluate": "fp8", "include": ["*.self_attn.*"]}
+        foundry_fp8.apply_fp8(model, recipe="delayed", backend="native", **options)
     linears = [getattr(models[0].model.layers[0].self_attn, f"{n}_proj") for n in "qkv"]
 
     def places():

@@ -66,7 +66,8 @@ def test_a_wrong_cast_of_experts_is_an_error_that_names_it(monkeypatch, device):
         check(*given, True)
 
 
-def test_what_rounds_twice_may_take_the_neighbour(monkeypatch, device):
+@pytest.mark.parametrize("recipe", [CurrentScaling(), pytest.param(DelayedScaling(), marks=pytest.mark.full)])
+def test_what_rounds_twice_may_take_the_neighbour(recipe, monkeypatch, device):
     """sm_89's conversion, through float16. Elsewhere that is an error."""
     if device != "cpu":
         pytest.skip("a GPU converts as it does")
@@ -77,12 +78,10 @@ def test_what_rounds_twice_may_take_the_neighbour(monkeypatch, device):
         return convert_float(values, source, target, rounding)
 
     monkeypatch.setattr(interpreter, "_convert_float", twice)
-    for recipe in (DelayedScaling(), CurrentScaling()):
-        with monkeypatch.context() as patch:
-            with pytest.raises(RuntimeError, match=r"data of .* differ"):
-                check(recipe, torch.bfloat16, torch.device(device), False)
-            patch.setattr(self_check, "_rounds_twice", lambda device: True)
-            check(recipe, torch.bfloat16, torch.device(device), False)
+    with pytest.raises(RuntimeError, match=r"data of .* differ"):
+        check(recipe, torch.bfloat16, torch.device(device), False)
+    monkeypatch.setattr(self_check, "_rounds_twice", lambda device: True)
+    check(recipe, torch.bfloat16, torch.device(device), False)
 
 
 def test_the_scale_of_finite_values_is_checked(monkeypatch, device):

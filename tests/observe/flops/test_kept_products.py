@@ -38,9 +38,9 @@ class Block(nn.Module):
     [
         ("none", ""),
         ("emulated", "current"),
-        ("emulated", "block"),
+        pytest.param("emulated", "block", marks=pytest.mark.full),
         ("native", "current"),
-        ("native", "block"),
+        pytest.param("native", "block", marks=pytest.mark.full),
     ],
 )
 def test_kept_products_are_not_recomputed(backend, recipe, policy, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -121,7 +122,10 @@ HOSTS = {
 
 @pytest.mark.parametrize(
     "host",
-    [pytest.param(host, marks=[pytest.mark.full] if host in ("native", "mixtral") else []) for host in HOSTS],
+    [
+        pytest.param(host, marks=[pytest.mark.full] if host in ("native", "mixtral", "block") else [])
+        for host in HOSTS
+    ],
 )
 def test_a_damaged_layer_is_demoted_while_it_lasts(host, monkeypatch):
     if host == "native":
@@ -207,16 +211,17 @@ def test_warn_demotes_nothing_and_stop_says_so():
 def test_it_resumes_bit_exactly_with_layers_demoted():
     """From every step of a run, in a new model."""
     model, layer, _ = llama()
-    whole = train(model, damage(layer))
+    factor, whole, saved = damage(layer), None, []
     for stop in (8, 11, 15, 18):
-        model, layer, _ = llama()
-        first = train(model, damage(layer), steps=stop)
-        fp8 = FP8State.of(model).state_dict()
+        whole = train(model, factor, steps=stop, guard=whole)
+        saved.append(copy.deepcopy((FP8State.of(model).state_dict(), whole.state_dict(), whole.demoted)))
+    train(model, factor, guard=whole)
+    for fp8, state, demoted in saved:
         model, layer, _ = llama()
         FP8State.of(model).load_state_dict(fp8)
         again = foundry_fp8.DivergenceGuard(model, loss_of, **OPTIONS)
-        again.load_state_dict(first.state_dict())
-        assert again.demoted == first.demoted
+        again.load_state_dict(state)
+        assert again.demoted == demoted
         train(model, damage(layer), guard=again)
         assert str(again.events) == str(whole.events)
         assert str(again.state_dict()) == str(whole.state_dict())

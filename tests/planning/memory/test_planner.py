@@ -15,6 +15,7 @@ from foundry_fp8.activations.compression.apply import apply_activation_compressi
 from foundry_fp8.config import ConfigError, format_bytes, parse_bytes
 from foundry_fp8.layers.state import FP8State
 from foundry_fp8.planning.memory import measure as measuring
+from foundry_fp8.planning.memory import planner
 from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.live_bytes import LiveBytes
 from foundry_fp8.planning.memory.optimizer_state import optimizer_bytes
@@ -22,14 +23,25 @@ from foundry_fp8.planning.memory.plan import MemoryPlan
 from foundry_fp8.planning.memory.planner import apply_plan, choose, measure, measure_as_it_is, plan_memory
 from foundry_fp8.surgery.apply import apply_fp8
 from tests.model_zoo import TRANSFORMERS_4
+from tests.planned_options import plan_only
 
 TOKENS = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def quick():
     """Seconds decide between plans that all have to be right here."""
-    monkeypatch.setattr(measuring, "CACHE_BYTES", 2**16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "CACHE_BYTES", 2**16)
+        patch.setattr(planner, "ROUNDS", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def exact(quick):
+    """Measurements of four blocks, with no rounding among the options."""
+    model = build()
+    return measure(model, loss_of(model), rounds=2)
 
 
 def build(layers=4, fp8=None, tied=False, vocabulary=256):
@@ -91,7 +103,9 @@ def test_predicted_peaks_are_within_2_percent_of_measured_ones(fp8):
 
 
 @pytest.mark.parametrize("blocks", [2, 4])
-def test_a_model_with_frozen_blocks_is_planned_for_at_least_what_it_needs(blocks):
+def test_a_model_with_frozen_blocks_is_planned_for_at_least_what_it_needs(blocks, monkeypatch):
+    plan_only(monkeypatch)
+
     def frozen():
         model = build(4)
         for module in (model.model.embed_tokens, *model.model.layers[:blocks]):
@@ -120,12 +134,10 @@ def test_planning_leaves_the_model_and_the_random_state_as_they_were():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_the_printed_yaml_pins_the_plan():
-    model, pinned, planned = build(), build(), build()
-    measurements = measure(model, loss_of(model), rounds=2)
-    for budget in (0.9, f"{measurements.peak('block')}B"):
-        model, pinned, planned = build(), build(), build()
-        plan = choose(measurements, budget)
+def test_the_printed_yaml_pins_the_plan(exact):
+    for budget in (0.9, f"{exact.peak('block')}B"):
+        pinned, planned = build(), build()
+        plan = choose(exact, budget)
         config = yaml.safe_load(plan.to_yaml())["algorithms"]
         assert config
         if "activation_checkpointing" in config:
@@ -159,13 +171,12 @@ def test_the_functional_form_plans_and_applies():
         assert (a.grad - b.grad).norm() / b.grad.norm() < 1e-5  # nothing is rounded unless asked for
 
 
-def test_equal_measurements_give_equal_plans():
-    model = build(2)
-    measurements = measure(model, loss_of(model), rounds=2)
-    assert choose(measurements, 0.85).chosen == choose(measurements, 0.85).chosen
+def test_equal_measurements_give_equal_plans(exact):
+    assert choose(exact, 0.85).chosen == choose(exact, 0.85).chosen
 
 
-def test_a_budget_that_nothing_meets_says_what_would():
+def test_a_budget_that_nothing_meets_says_what_would(monkeypatch):
+    plan_only(monkeypatch, "exact")
     model = build(2)
     with pytest.raises(
         ConfigError, match=r"nothing meets 0.01 .*smallest peak that can be met is .*MiB \((\d+) B\)"
@@ -178,24 +189,22 @@ def test_a_budget_that_nothing_meets_says_what_would():
         plan_memory(model, loss_of(model), budget="fit")
 
 
-def test_fit_is_what_the_device_has_for_this_process():
+def test_fit_is_what_the_device_has_for_this_process(exact):
     """Cached and used bytes are this process's already; 5 % stay for rounding and fragments."""
     assert fit_bytes(free=60 * 2**30, reserved=20 * 2**30) == 76 * 2**30
-    model = build()
-    measurements = measure(model, loss_of(model), rounds=2)
-    used = static(model)
-    for room in (measurements.peak("block"), measurements.peak("none")):
+    used = static(build())
+    for room in (exact.peak("block"), exact.peak("none")):
         device = int(room / 0.95) + 64
         capacity = fit_bytes(free=device - used, reserved=used)
-        plan = choose(measurements, "fit", capacity=capacity)
+        plan = choose(exact, "fit", capacity=capacity)
         assert room <= plan.budget == capacity <= room + 64
         assert plan.predicted_peak <= room + 64
-        assert plan.chosen == choose(measurements, f"{capacity}B").chosen
+        assert plan.chosen == choose(exact, f"{capacity}B").chosen
     assert plan.chosen == ("none",) * 4
     with pytest.raises(ConfigError, match="nothing meets 'fit'"):
-        choose(measurements, "fit", capacity=used)
+        choose(exact, "fit", capacity=used)
     with pytest.raises(ConfigError, match="fit needs the bytes"):
-        choose(measurements, "fit")
+        choose(exact, "fit")
 
 
 def test_what_is_checkpointed_or_compressed_already_is_refused():
@@ -288,8 +297,10 @@ def test_a_dry_run_on_fake_tensors_counts_the_same_bytes():
         (True, 3, True),
     ],
 )
-def test_peaks_of_resumed_runs_in_autocast_with_accumulation(half, microbatches, tied):
+def test_peaks_of_resumed_runs_in_autocast_with_accumulation(half, microbatches, tied, monkeypatch):
     """With the states of AdamW there, gradients of earlier microbatches, and weights that autocast has cast."""
+    options = ("none", "block", "exact", "self_attn")
+    plan_only(monkeypatch, *options)
     tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(1))
 
     def stepped():
@@ -311,7 +322,7 @@ def test_peaks_of_resumed_runs_in_autocast_with_accumulation(half, microbatches,
     held = optimizer_bytes([optimizer])
     assert held == 8 * sum(p.numel() for p in model.parameters())
     measured = measure(model, step(model), rounds=1, optimizer_bytes=held, accumulates=microbatches > 1)
-    for option in ("none", "block", "exact", "self_attn"):
+    for option in options:
         plan = MemoryPlan(
             measured, (option,) * 4, measured.frame if option != "exact" else measured.lean, 0, False
         )
@@ -324,8 +335,9 @@ def test_peaks_of_resumed_runs_in_autocast_with_accumulation(half, microbatches,
         assert plan.predicted_peak == pytest.approx(peak, rel=0.03), option
 
 
-def test_the_embedding_s_second_gradient_is_the_peak_of_a_short_microbatch():
+def test_the_embedding_s_second_gradient_is_the_peak_of_a_short_microbatch(monkeypatch):
     """It is made last, beside the one of the microbatches before; the head here has none."""
+    plan_only(monkeypatch)
     tokens = torch.randint(0, 4096, (1, 8), generator=torch.Generator().manual_seed(1))
 
     def frozen_head():
@@ -355,12 +367,11 @@ def test_budgets_and_bytes():
             check_budget(bad, "k")
 
 
-def test_a_plan_rounds_nothing_unless_it_is_asked_to():
+def test_a_plan_rounds_nothing_unless_it_is_asked_to(exact):
     """The budget is what 8 bits reach and exact plans do not: without the key that is an error, and no rounding."""
     model = build()
     reference = build()
     loss_of(reference)().backward()
-    exact = measure(model, loss_of(model), rounds=1)
     lossy = measure(model, loss_of(model), rounds=1, compression="int8")
     names = {name for costs in exact.costs for name in costs}
     assert "exact" in names and not any("int8" in name for name in names)
@@ -383,8 +394,9 @@ def test_a_plan_rounds_nothing_unless_it_is_asked_to():
     assert none.lean is None and not any("exact" in name for costs in none.costs for name in costs)
 
 
-def test_a_model_with_a_cache_of_keys_is_planned():
+def test_a_model_with_a_cache_of_keys_is_planned(monkeypatch):
     """Blocks are called again with what the first call filled; transformers' default is to fill one."""
+    plan_only(monkeypatch)
     model = build()
     model.config.use_cache = True
     plan = plan_memory(model, loss_of(model), budget=0.8, cost_model=CostModel())
@@ -410,8 +422,9 @@ def test_a_model_with_a_cache_of_keys_is_planned():
     ],
     ids=["wgrad", "nothing after", "high precision after"],
 )
-def test_a_run_whose_recipes_change_is_planned_for_the_one_that_keeps_most(rules, most):
+def test_a_run_whose_recipes_change_is_planned_for_the_one_that_keeps_most(rules, most, monkeypatch):
     """FP8 keeps a byte an element of what high precision keeps four of, and is what these runs begin with."""
+    plan_only(monkeypatch)
     timed, alone, begins = build(fp8=rules), build(fp8=None if most is None else "block"), build(fp8="block")
     for state in (FP8State.of(alone),) if most else ():
         for layer in state.modules.values():

@@ -12,6 +12,7 @@ from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.dry_runs import EqualShares, left_out, repeated
 from foundry_fp8.planning.memory.planner import measure
 from foundry_fp8.surgery.apply import apply_fp8
+from tests.planned_options import plan_only
 
 SIZES = {
     "hidden_size": 64,
@@ -56,6 +57,9 @@ def test_the_first_and_the_last_of_each_kind_run():
     [llama, pytest.param(frozen, marks=pytest.mark.full), pytest.param(mixtral, marks=pytest.mark.full)],
 )
 def test_measurements_are_those_of_whole_runs(build, monkeypatch):
+    """Of two options: what each costs is measured on a block that runs alone, whichever others are left out."""
+    plan_only(monkeypatch)
+
     def measured():
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = build().train()
