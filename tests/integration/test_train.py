@@ -103,7 +103,7 @@ def test_resuming_with_another_recipe_is_an_error_with_the_way_out(root, delayed
 def test_a_hugging_face_llama_trains_in_fp8_and_learns(root):
     losses = {}
     for algorithms in (None, fp8("mxfp8")):
-        cfg = config(root, model=hugging_face(root, "llama"), algorithms=algorithms, max_duration="8ba")
+        cfg = config(root, model=hugging_face(root, "llama"), algorithms=algorithms, max_duration="12ba")
         trainer = train(cfg)
         losses[bool(algorithms)] = trainer.state.total_loss_dict["loss/train/total"]
         if algorithms:
