@@ -137,7 +137,7 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-MOST = {"current": (6, 20, 275), "delayed": (6, 20, 298), "block": (15, 23, 278)}
+MOST = {"current": (6, 20, 278), "delayed": (6, 20, 298), "block": (15, 23, 278)}
 """Allocations, operators of torch, and calls of Python and C functions; the last one with some room for other torchs."""
 
 
