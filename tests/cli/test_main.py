@@ -141,7 +141,11 @@ def test_without_llm_foundry_a_command_says_what_it_needs(tmp_path, monkeypatch)
     for name in [name for name in sys.modules if name.split(".")[0] in ("composer", "llmfoundry")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
-    for command in (["doctor"], ["plan", "speed"], ["plan", "memory", "--budget", "0.5"]):
+    for command in (
+        ["doctor"],
+        ["plan", "speed"],
+        ["plan", "memory", "--budget", "0.5", "--microbatch", "1"],
+    ):
         done = CliRunner().invoke(app, [*command, str(tmp_path)])
         assert done.exit_code == 2, done.output
         assert "It reads runs as LLM Foundry does: pip install 'foundry_fp8[stack]'" in done.output
