@@ -11,6 +11,7 @@ PUBLISHED = {
     "meta-llama/Meta-Llama-3-8B": 8.03e9,
     "meta-llama/Meta-Llama-3-70B": 70.6e9,
     "meta-llama/Llama-3.1-405B": 405.9e9,
+    "./Qwen3-8B-FP8": 8.2e9,
     "mistralai/Mixtral-8x7B-v0.1": 46.7e9,
 }
 """As the models' cards state them."""
@@ -18,9 +19,9 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_a_shape_has_the_published_number_of_parameters(name, tmp_path):
-    from transformers import AutoConfig, LlamaForCausalLM, MixtralForCausalLM
+    from transformers import AutoConfig, LlamaForCausalLM, MixtralForCausalLM, Qwen3ForCausalLM
 
-    kinds = {"llama": LlamaForCausalLM, "mixtral": MixtralForCausalLM}
+    kinds = {"llama": LlamaForCausalLM, "mixtral": MixtralForCausalLM, "qwen3": Qwen3ForCausalLM}
     (tmp_path / "config.json").write_text(json.dumps(MODEL_SHAPES[name]))
     config = AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
