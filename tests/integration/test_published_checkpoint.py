@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from foundry_fp8.cli.main import app
 from foundry_fp8.config import ConfigError
+from foundry_fp8.export.causal_lm import ComposerFP8CausalLM
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
-from foundry_fp8.models.published import ComposerFP8CausalLM
 from tests.export.published import publish, qwen3
 from tests.export.served import stored
 from tests.integration.foundry_runs import config, train, weights
