@@ -151,7 +151,7 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
 
     for file in config.get("code_paths") or []:
         import_file(file)
-    name = config["model"]["name"].replace("hf_fp8_", "hf_")  # here no weights are read
+    name = config["model"]["name"].replace("hf_fp8_causal_lm", "hf_causal_lm")  # here no weights are read
     options = {k: v for k, v in config["model"].items() if k not in ("name", "init_device")}
     for size in SIZES:
         if isinstance(options.get(size), int | float):

@@ -145,3 +145,9 @@ def qwen3(tied=False, **sizes):
 
 
 MODELS = {"deepseek": deepseek, "qwen3": qwen3}
+KINDS = {
+    "float": ({}, {"name": "block", "power_2_scales": False}),
+    "ue8m0": ({"e8m0": True}, "block"),
+    "tensor": ({"block": "tensor", "layout": "compressed-tensors", "shards": 1}, "current"),
+}
+"""Layouts: what :func:`publish` takes, and the recipe that reads the codes as they are."""

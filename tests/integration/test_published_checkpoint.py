@@ -16,17 +16,12 @@ from foundry_fp8.cli.main import app
 from foundry_fp8.config import ConfigError
 from foundry_fp8.export.causal_lm import ComposerFP8CausalLM
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
-from tests.export.published import publish, qwen3
+from tests.export.published import KINDS, publish, qwen3
 from tests.export.served import stored
 from tests.integration.foundry_runs import config, train, weights
 
 pytestmark = pytest.mark.integration
 LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "target_modules": ["o_proj"]}
-KINDS = {
-    "float": ({}, {"name": "block", "power_2_scales": False}),
-    "ue8m0": ({"e8m0": True}, "block"),
-    "tensor": ({"block": "tensor", "layout": "compressed-tensors", "shards": 1}, "current"),
-}
 
 
 def made(folder, lora):

@@ -16,17 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import foundry_fp8
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
 from foundry_fp8.layers.linear import FP8Linear
-from tests.export.published import publish, qwen3
+from tests.export.published import KINDS, publish, qwen3
 from tests.export.served import stored
 from tests.export.test_load import IDS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainers
 SIZES = {"hidden_size": 256, "intermediate_size": 384}
-KINDS = {
-    "float": ({}, {"name": "block", "power_2_scales": False}),
-    "ue8m0": ({"e8m0": True}, "block"),
-    "tensor": ({"block": "tensor", "layout": "compressed-tensors", "shards": 1}, "current"),
-}
 
 
 def tokenizer():
