@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from foundry_fp8.cli.main import app
 from foundry_fp8.config import ConfigError
-from foundry_fp8.export.causal_lm import ComposerFP8CausalLM
+from foundry_fp8.integrations.llmfoundry import ComposerFP8CausalLM
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
 from tests.export.published import KINDS, publish, qwen3
 from tests.export.served import stored
