@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[1]
 CARDS = sorted((ROOT / "foundry_fp8").glob("*/*/README.md"))
 PAGES = {str(card.relative_to(ROOT)): f"cards/{card.parent.name}.md" for card in CARDS}
 """The page of each card, by its path in the repository."""
-MARKER = re.compile(r"<!-- table: (\w+) -->")
-INCLUDED = re.compile(r'^--8<-- "(.+)"$', re.M)
-"""A line that stands for a file of the repository: its code."""
+MARKER = re.compile(r"^\[.+\]\(.+\) <!-- table: (\w+) -->$", re.M)
+"""A line that stands for a table; in the repository it links to the code that the table is made from."""
+INCLUDED = re.compile(r"^`(examples/.+)`$", re.M)
+"""What is left of a line that links to an example: it stands for its code."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
