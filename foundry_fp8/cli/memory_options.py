@@ -46,9 +46,7 @@ def frozen_weights(model: Any, cluster: Cluster | None, on_paper: bool) -> str:
     """What ``fp8.frozen_weights: fp8`` would save, where something is frozen and FSDP does not shard it."""
     converted = {name: module for name, module in model.named_modules() if isinstance(module, FP8Linear)}
     weights = [linear.weight for linear in frozen_linears(model, converted).values()]
-    if cluster is not None and any(
-        isinstance(linear.weight, FrozenFP8Weight) for linear in converted.values()
-    ):
+    if cluster is not None and any(isinstance(one.weight, FrozenFP8Weight) for one in converted.values()):
         raise ConfigError(
             "algorithms.fp8.frozen_weights: fp8 is not planned with --world-size. Under DDP a rank holds what one device does and, of what "
             "trains, its buckets: plan without it."

@@ -50,6 +50,7 @@ def run_of(config: Mapping[str, Any], ranks: int = PER_NODE, sharding: str | Non
         train_metrics=model.get("use_train_metrics", True) is not False,
         flash_loss=model.get("name") == "mpt_causal_lm" and loss == "fused_crossentropy",
         te_layers=has_te_layers(config),
+        keeps_codes=model.get("name") == "hf_fp8_causal_lm" and model.get("peft_config") is not None,
         **parse_algorithms(config.get("algorithms")),
     )
 
@@ -80,10 +81,8 @@ def _fsdp(config: Mapping[str, Any], ranks: int) -> Any:
 
     from foundry_fp8.distributed.sharding import FSDP1_STRATEGIES
 
-    mixed = (config.get("model") or {}).get(
-        "init_device"
-    ) == "mixed"  # of which LLM Foundry loads rank 0 alone
-    given = {"load_monolith_rank0_only": mixed, **section}
+    mixed = (config.get("model") or {}).get("init_device") == "mixed"
+    given = {"load_monolith_rank0_only": mixed, **section}  # as LLM Foundry does
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

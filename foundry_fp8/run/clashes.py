@@ -89,6 +89,11 @@ CLASHES = (
     Clash("`fsdp_config`, `fp8.frozen_weights: fp8`",
           "algorithms.fp8.frozen_weights: fp8 does not run under FSDP, which shards plain parameters alone. Remove fsdp_config: under "
           "DDP every GPU holds the whole base in one byte an element. Or remove the option.", _frozen_under_fsdp),
+    Clash("`fsdp_config`, `hf_fp8_causal_lm` with `peft_config`",
+          "model: a trainer's FSDP does not shard the frozen weights' FP8 codes. Use DDP, fully_shard in a loop of your own, or train in full: "
+          "load them into parameters that require gradients.",
+          lambda run: run.fsdp is not None and run.keeps_codes and run.converts is not None,
+          trainers=("composer", "transformers", "torchtitan", "loop")),
     Clash("`compile_config`, `activation_compression`",
           "algorithms.activation_compression does not run under torch.compile: a graph saves copies of weights that cannot be "
           "distinguished from activations. Remove compile_config, or the algorithm.",

@@ -140,7 +140,8 @@ class FP8Run:
         settings = dataclasses.replace(settings, device=on, precision=precision or settings.precision)
         fresh = self.config.enabled and applied(model, self.config) is None
         wrapped = wrapper_of(model) is not None or isinstance(model, nn.DataParallel) or is_compiled(model)
-        self.refuse(dataclasses.replace(settings, wrapped=wrapped and fresh))
+        codes = any(isinstance(p, FrozenFP8Weight) for p in model.parameters())
+        self.refuse(dataclasses.replace(settings, wrapped=wrapped and fresh, keeps_codes=codes))
         self.settings, self.model = settings, model
         log_path = f"; log: {self.settings.log}" if self.settings.log else ""
         if not self.config.enabled:
@@ -148,11 +149,6 @@ class FP8Run:
             return None
         with as_it_was_if_it_fails(model):
             report = apply_fp8(model, device=settings.device, **self.options)
-            if settings.fsdp is not None and any(isinstance(p, FrozenFP8Weight) for p in model.parameters()):
-                raise ConfigError(
-                    f"{self.key}: a trainer's FSDP does not shard the frozen weights' FP8 codes. Use DDP, fully_shard in a loop of your own, or "
-                    "train in full: load them into parameters that require gradients."
-                )
             send_frozen(model)
             self.report, self.state, self._trace = report, FP8Parts(model), ForwardTrace(model)
             self.state.fp8.held = self.policy.held(defaultdict(int))

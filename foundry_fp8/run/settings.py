@@ -49,6 +49,7 @@ class Run:
     train_metrics: bool = False  # which read the logits of training batches
     flash_loss: bool = False  # flash-attention's cross-entropy
     te_layers: bool = False  # Transformer Engine's, in the model's config
+    keeps_codes: bool = False  # frozen weights are a checkpoint's FP8 codes
     guarded: bool = False
     zero_stage: int | None = None  # DeepSpeed's
     copied_to: int = 1  # GPUs of one process, among which nn.DataParallel copies the model

@@ -19,7 +19,11 @@ from foundry_fp8.algorithms.fp8 import FP8
 from foundry_fp8.algorithms.fused_head import FusedHead
 from foundry_fp8.cli.hardware import parse_hardware
 from foundry_fp8.cli.run_check import check_run
+from foundry_fp8.config import ConfigError
+from foundry_fp8.layers.frozen_weight import keep_in_fp8
+from foundry_fp8.numerics.recipes import parse_recipe
 from foundry_fp8.run.clashes import CLASHES, KEYS
+from foundry_fp8.run.settings import Run
 from tests.multiprocess import launch
 
 MODEL = {"name": "mpt_causal_lm", "d_model": 64, "n_heads": 2, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 32,
@@ -78,6 +82,15 @@ def te_layers():
     return str(raised.value)
 
 
+def published():
+    """Frozen FP8 codes, as LoRA on a published checkpoint has them."""
+    linear = nn.Linear(16, 16).requires_grad_(False)
+    keep_in_fp8(linear.weight, parse_recipe("block", "recipe"))
+    with pytest.raises(ConfigError) as raised:
+        foundry_fp8.FP8Run(recipe="block").convert(nn.Sequential(linear), Run(fsdp=FSDPConfig()))
+    return str(raised.value)
+
+
 def compiled():
     return torch.compile(nn.Sequential(nn.Linear(16, 16)))
 
@@ -96,6 +109,9 @@ ONE_PROCESS = {
     "`fsdp_config`, `fp8.frozen_weights: fp8`": (
         run(fsdp_config=SHARDED, algorithms={"fp8": {"frozen_weights": "fp8"}}),
         lambda: trained(FP8(frozen_weights="fp8"), Event.INIT, fsdp_config=FSDPConfig())),
+    "`fsdp_config`, `hf_fp8_causal_lm` with `peft_config`": (
+        run(fsdp_config=SHARDED) | {"model": {"name": "hf_fp8_causal_lm", "pretrained_model_name_or_path": "x", "peft_config": {}}},
+        published),
     "`compile_config`, `activation_compression`": (
         algorithm("activation_compression") | {"compile_config": {}},
         lambda: trained(ActivationCompression(), Event.FIT_START, model=compiled())),
