@@ -100,7 +100,7 @@ def test_both_sides_of_rollouts_round_alike():
 def test_each_example_is_the_code_of_its_page():
     docs = EXAMPLES.parent / "docs"
     pages = "".join(page.read_text() for page in (docs / "trainers").glob("*.md"))
-    shown = set(re.findall(r'^--8<-- "examples/(.+)"$', pages, re.M))
+    shown = set(re.findall(r"^\[`examples/(.+)`\]\(\.\./\.\./examples/\1\)$", pages, re.M))
     named = {
         n
         for page in docs.glob("*.md")
