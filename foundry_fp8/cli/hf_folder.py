@@ -9,10 +9,12 @@ from typing import Any
 
 from foundry_fp8.config import ConfigError, first_line
 
-__all__ = ["FOLDER_MODEL", "build_folder_model", "read_folder"]
+__all__ = ["FOLDER_MODEL", "PUBLISHED_MODEL", "build_folder_model", "read_folder"]
 
 FOLDER_MODEL = "hugging_face_folder"
 """``model.name`` of the configuration of such a folder."""
+PUBLISHED_MODEL = "hf_fp8_causal_lm"
+"""That of an LLM Foundry YAML whose folder holds FP8 codes."""
 ARGUMENTS = "training_args.json"
 """Trainer's arguments, as ``TrainingArguments.to_json_string`` gives them; beside ``config.json``, if at all."""
 LENGTH = 2048

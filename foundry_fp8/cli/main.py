@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import importlib
 from typing import Any
 
@@ -59,7 +58,6 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """An error of what was given is one sentence, and exit status 2."""
-        gc.set_threshold(100_000)  # a tenth of the time of importing LLM Foundry, whose objects stay
         try:
             return super().invoke(ctx)
         except (ConfigError, OSError, ModuleNotFoundError) as error:

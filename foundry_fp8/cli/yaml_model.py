@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from foundry_fp8.cli.hf_folder import FOLDER_MODEL, build_folder_model, read_folder
+from foundry_fp8.cli.hf_folder import FOLDER_MODEL, PUBLISHED_MODEL, build_folder_model, read_folder
 from foundry_fp8.config import Config, ConfigError, Positive, Text, accept, first_line, from_mapping
 from foundry_fp8.planning.model_shapes import MODEL_SHAPES
 
@@ -151,7 +151,7 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
 
     for file in config.get("code_paths") or []:
         import_file(file)
-    name = config["model"]["name"].replace("hf_fp8_causal_lm", "hf_causal_lm")  # here no weights are read
+    name = config["model"]["name"].replace(PUBLISHED_MODEL, "hf_causal_lm")  # here no weights are read
     options = {k: v for k, v in config["model"].items() if k not in ("name", "init_device")}
     for size in SIZES:
         if isinstance(options.get(size), int | float):

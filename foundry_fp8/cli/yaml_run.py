@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from foundry_fp8.cli.hardware import PER_NODE
+from foundry_fp8.cli.hf_folder import PUBLISHED_MODEL
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, first_line
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def run_of(config: Mapping[str, Any], ranks: int = PER_NODE, sharding: str | Non
         train_metrics=model.get("use_train_metrics", True) is not False,
         flash_loss=model.get("name") == "mpt_causal_lm" and loss == "fused_crossentropy",
         te_layers=has_te_layers(config),
-        keeps_codes=model.get("name") == "hf_fp8_causal_lm" and model.get("peft_config") is not None,
+        keeps_codes=model.get("name") == PUBLISHED_MODEL and model.get("peft_config") is not None,
         **parse_algorithms(config.get("algorithms")),
     )
 
@@ -81,8 +82,8 @@ def _fsdp(config: Mapping[str, Any], ranks: int) -> Any:
 
     from foundry_fp8.distributed.sharding import FSDP1_STRATEGIES
 
-    mixed = (config.get("model") or {}).get("init_device") == "mixed"
-    given = {"load_monolith_rank0_only": mixed, **section}  # as LLM Foundry does
+    mixed = (config.get("model") or {}).get("init_device") == "mixed"  # rank 0 alone loads, says LLM Foundry
+    given = {"load_monolith_rank0_only": mixed, **section}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
