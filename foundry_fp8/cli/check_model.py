@@ -86,12 +86,14 @@ def check_conversion(
     config: Mapping[str, Any], run: Run, model: Any, hardware: Hardware
 ) -> tuple[Run, list[Finding]]:
     """What is converted, and the run with those layers that tensor parallelism would split."""
-    from foundry_fp8.callbacks.run_log import RunLog
     from foundry_fp8.surgery.announcement import announcement, notices
     from foundry_fp8.surgery.apply import apply_fp8
+    from foundry_fp8.surgery.published import as_if_published
 
     fp8 = run.converts
     if fp8 is None:
+        if run.keeps_codes:
+            as_if_published(model, [])
         return run, []
     if hardware.gpu.recipe is None and fp8.backend != "emulated":
         text = f"{hardware.name} does not multiply FP8; backend: emulated shows its losses alone"
@@ -103,6 +105,8 @@ def check_conversion(
     found = [Finding("conversion", "error", text) for text in _refused_by_backends(fp8, recipes)]
     if not emulated and (newer := needs_newer(recipes, hardware.name, hardware.gpu)) is not None:
         found.append(Finding("conversion", "error", newer))
+    if run.keeps_codes:
+        as_if_published(model, recipes)
     try:
         report = apply_fp8(model, device="cpu", **(chosen.given if emulated else on_paper(fp8, hardware.gpu)))
     except (ConfigError, RuntimeError) as error:
@@ -112,9 +116,12 @@ def check_conversion(
     report = dataclasses.replace(report, backend=backend)
     callbacks = [_CLASSES.get(name, name) for name in config.get("callbacks") or {}]
     precision = str(config.get("precision", "amp_bf16"))
-    log = RunLog((config.get("loggers") or {}).get("run_log", {}).get("path"))
-    of_trainer = config["model"]["name"] == FOLDER_MODEL  # which writes no run log
-    where = None if of_trainer else str(log.path_of(str(config.get("run_name") or "{run_name}")))
+    where = None
+    if config["model"]["name"] != FOLDER_MODEL:  # Trainer writes no run log
+        from foundry_fp8.callbacks.run_log import RunLog
+
+        log = RunLog((config.get("loggers") or {}).get("run_log", {}).get("path"))
+        where = str(log.path_of(str(config.get("run_name") or "{run_name}")))
     notes = notices(report, precision=precision, device="cuda", callbacks=callbacks)
     head, *lines = announcement(
         report, around=precision.removeprefix("amp_"), log=where, notes=notes

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
+    from foundry_fp8.cli.training import Progress, TrainingProcess
+
 __all__ = ["demo"]
 
 _HIGH_PRECISION = "high-precision"
@@ -129,11 +131,13 @@ def _prepare(console: Console, yaml: Path, output: Path, corpus: Path | None) ->
 def _train_all(
     console: Console, yaml: Path, output: Path, runs: dict[str, dict], steps: int
 ) -> tuple[list[str], list[str], bool]:
-    """Train one run after the other; which left a log worth reading, which failed, and whether the user interrupted."""
+    """Train the runs side by side; which left a log worth reading, which failed, and whether the user interrupted."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    finished: list[str] = []
-    failed: list[str] = []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    together = min(len(runs), cores + 1)  # one more, so that of three the last has two cores to itself
+    waiting, failed, interrupted, starting = list(runs), list[str](), False, False
+    running: dict[str, TrainingProcess] = {}
     bars = Progress(
         TextColumn("{task.description}", justify="right"),
         BarColumn(bar_width=None),
@@ -145,26 +149,47 @@ def _train_all(
     )
     with bars:
         tasks = {name: bars.add_task(name, total=steps, start=False, status="waiting") for name in runs}
-        for name, overrides in runs.items():
-            try:
-                succeeded = _train_one(bars, tasks[name], yaml, output / "runs" / name, overrides)
-            except KeyboardInterrupt:
+        try:
+            while waiting or running:
+                # One starts at a time: two that name their shared memory at once would take the same name (streaming 0.12).
+                if waiting and len(running) < together and not starting:
+                    name = waiting.pop(0)
+                    folder = output / "runs" / name
+                    running[name] = _start(bars, tasks[name], yaml, folder, runs[name], cores // together)
+                time.sleep(_POLL_SECONDS)
+                starting = False
+                for name, process in list(running.items()):
+                    code, now = process.returncode, process.progress()
+                    starting |= code is None and not now.step
+                    _show(bars, tasks[name], now)
+                    if code is None:
+                        continue
+                    running.pop(name).stop()
+                    if code:
+                        failed.append(name)
+                        bars.update(tasks[name], status=f"failed (exit {code})")
+                        console.print(process.tail(), highlight=False, markup=False)
+                        console.print(
+                            f"The run failed; all of its output is in {process.output}.", style="red"
+                        )
+        except KeyboardInterrupt:
+            interrupted = True
+            console.print("Interrupted: the report shows what there is.")
+        finally:
+            for name, process in running.items():
                 bars.update(tasks[name], status="stopped")
-                console.print("Interrupted: the report shows what there is.")
-                return [*finished, *([name] if _has_steps(output, name) else [])], failed, True
-            if succeeded or _has_steps(output, name):
-                finished.append(name)
-            if not succeeded:
-                failed.append(name)
-    return finished, failed, False
+                process.stop()
+    begun = [name for name in runs if name not in waiting]
+    return [name for name in begun if _has_steps(output, name)], failed, interrupted
 
 
 def _has_steps(output: Path, name: str) -> bool:
     return (output / "runs" / name / "run_log.jsonl").exists()
 
 
-def _train_one(bars: Bars, task: TaskID, yaml: Path, folder: Path, overrides: dict) -> bool:
-    """Train one run and keep its bar up to date; returns whether it succeeded."""
+def _start(
+    bars: Bars, task: TaskID, yaml: Path, folder: Path, overrides: dict, threads: int
+) -> TrainingProcess:
     from foundry_fp8.cli.training import TrainingProcess, train_command
 
     command = train_command(yaml, {**overrides, "variables.run_folder": folder})
@@ -172,24 +197,12 @@ def _train_one(bars: Bars, task: TaskID, yaml: Path, folder: Path, overrides: di
     bars.console.print(f"$ {shown}", style="dim", highlight=False, markup=False, soft_wrap=True)
     bars.start_task(task)
     bars.update(task, status="starting")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    process = TrainingProcess(command, folder, threads=cores)
-    try:
-        while True:
-            code = process.returncode
-            now = process.progress()
-            if now.step:
-                status = f"loss {now.loss:.3f}" if now.loss is not None else ""
-                if now.tokens_per_second:
-                    status += f"  {now.tokens_per_second:,.0f} tokens/s"
-                bars.update(task, completed=now.step, status=status)
-            if code is not None:
-                break
-            time.sleep(_POLL_SECONDS)
-    finally:
-        process.stop()
-    if code:
-        bars.update(task, status=f"failed (exit {code})")
-        bars.console.print(process.tail(), highlight=False, markup=False)
-        bars.console.print(f"The run failed; all of its output is in {process.output}.", style="red")
-    return code == 0
+    return TrainingProcess(command, folder, threads=max(1, threads))
+
+
+def _show(bars: Bars, task: TaskID, now: Progress) -> None:
+    if now.step:
+        status = f"loss {now.loss:.3f}" if now.loss is not None else ""
+        if now.tokens_per_second:
+            status += f"  {now.tokens_per_second:,.0f} tokens/s"
+        bars.update(task, completed=now.step, status=status)

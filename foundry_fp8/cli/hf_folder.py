@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from foundry_fp8.config import ConfigError, first_line
+from foundry_fp8.config import ConfigError
 
-__all__ = ["FOLDER_MODEL", "PUBLISHED_MODEL", "build_folder_model", "read_folder"]
+__all__ = ["FOLDER_MODEL", "PUBLISHED_MODEL", "read_folder"]
 
 FOLDER_MODEL = "hugging_face_folder"
 """``model.name`` of the configuration of such a folder."""
@@ -48,28 +47,6 @@ def read_folder(folder: Path) -> dict[str, Any]:
                 f"{folder / ARGUMENTS}: deepspeed: FP8 layers do not run under it. Use fsdp or DDP."
             )
     return found
-
-
-def build_folder_model(section: Mapping[str, Any], init_device: str) -> Any:
-    """The causal language model of the folder in :func:`read_folder`'s ``model`` with fresh weights, as a ComposerModel.
-
-    Raises:
-        ConfigError: transformers knows no such model.
-    """
-    import torch
-    import transformers
-    from composer.models import HuggingFaceModel
-
-    path, trust = section["path"], section.get("trust_remote_code", True)
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        with torch.device(init_device):
-            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
-    except Exception as error:  # transformers raises what it likes
-        raise ConfigError(
-            f"{path}: no causal language model can be built of it: {first_line(error)}."
-        ) from error
-    return HuggingFaceModel(model, use_logits=True)
 
 
 def _read(file: Path, otherwise: str) -> dict[str, Any]:

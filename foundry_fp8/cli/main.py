@@ -64,7 +64,7 @@ class _Group(TyperGroup):
             if getattr(error, "errno", None) == errno.EPIPE:  # who reads the output has gone; click's matter
                 raise
             needs = ". It reads runs as LLM Foundry does: pip install 'foundry_fp8[stack]'"
-            missing = getattr(error, "name", "") in ("composer", "llmfoundry")
+            missing = getattr(error, "name", "") in ("composer", "llmfoundry", "omegaconf")
             typer.echo(f"error: {error}{needs if missing else ''}", err=True)
             raise typer.Exit(2) from error
 

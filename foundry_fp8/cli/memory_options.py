@@ -46,10 +46,10 @@ def frozen_weights(model: Any, cluster: Cluster | None, on_paper: bool) -> str:
     """What ``fp8.frozen_weights: fp8`` would save, where something is frozen and FSDP does not shard it."""
     converted = {name: module for name, module in model.named_modules() if isinstance(module, FP8Linear)}
     weights = [linear.weight for linear in frozen_linears(model, converted).values()]
-    if cluster is not None and any(isinstance(one.weight, FrozenFP8Weight) for one in converted.values()):
+    kept = any(isinstance(one.weight, FrozenFP8Weight) for one in converted.values())
+    if kept and cluster is not None and cluster.sharding != "NO_SHARD":
         raise ConfigError(
-            "algorithms.fp8.frozen_weights: fp8 is not planned with --world-size. Under DDP a rank holds what one device does and, of what "
-            "trains, its buckets: plan without it."
+            "--world-size: weights that are kept in FP8 do not run under the trainer's FSDP. Leave out fsdp_config."
         )
     now, codes = sum(held_bytes(weight) for weight in weights), sum(weight.numel() for weight in weights)
     if codes * 1.1 >= now or (cluster is not None and cluster.shard > 1):

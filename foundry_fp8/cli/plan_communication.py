@@ -25,7 +25,10 @@ __all__ = ["communication", "counts_of", "workload_of"]
 
 def communication(
     yaml: Annotated[
-        Path | None, typer.Argument(help="An LLM Foundry training YAML.", exists=True, dir_okay=False)
+        Path | None,
+        typer.Argument(
+            help="An LLM Foundry training YAML, or the folder of a Hugging Face model.", exists=True
+        ),
     ] = None,
     gpus: Annotated[str, typer.Option(help="64..16384 (doubling), or a list: 64,512.")] = "64..16384",
     gpu: Annotated[str, typer.Option(help=", ".join(GPUS))] = "h100",

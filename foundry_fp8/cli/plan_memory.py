@@ -232,6 +232,10 @@ def without_flash(config: dict[str, Any]) -> bool:
 def convert(model: Any, run: Run, tokens: int, device: torch.device) -> None:
     """Apply the YAML's fp8 and fused_head algorithms to ``model``, for microbatches of so many tokens."""
     model.train()
+    if run.keeps_codes:
+        from foundry_fp8.surgery.published import as_if_published
+
+        as_if_published(model, [] if run.converts is None else run.converts.policy(device).recipes)
     if run.converts is not None:
         from foundry_fp8.layers.unit_linear import choose_gradient_scale
         from foundry_fp8.surgery.apply import apply_fp8

@@ -12,6 +12,7 @@ from typing import Any
 from foundry_fp8.cli.check_model import Finding, Level, check_attached, check_conversion, check_targets
 from foundry_fp8.cli.cluster import cluster_of
 from foundry_fp8.cli.hardware import PER_NODE, Hardware
+from foundry_fp8.cli.hf_folder import FOLDER_MODEL
 from foundry_fp8.cli.selftest.verdict import warnings_for
 from foundry_fp8.cli.yaml_model import build_yaml_model, build_yaml_optimizer, optimizer_bytes_of, read_yaml
 from foundry_fp8.cli.yaml_run import run_of
@@ -37,9 +38,11 @@ def check_run(path: Path, hardware: Hardware, *, trust: bool = False) -> list[Fi
     """
     config = read_yaml(path, trust=trust)
     found = [Finding("hardware", "ok", f"{hardware.devices} x {hardware.name}; --hardware names another")]
-    parts, built = _parts(config)
-    found += parts
-    found += _unknown_keys(config)
+    if config["model"]["name"] == FOLDER_MODEL:
+        built: dict[str, dict[str, Any]] = {"algorithms": config["algorithms"], "callbacks": {}}
+    else:
+        parts, built = _parts(config)
+        found += parts + _unknown_keys(config)
     try:
         run = run_of({**config, "algorithms": built["algorithms"]}, hardware.devices)
     except ConfigError as error:
@@ -53,10 +56,10 @@ def check_run(path: Path, hardware: Hardware, *, trust: bool = False) -> list[Fi
         return [*found, *_clashes(run, whole=whole), *warned, Finding("model", "error", text)]
     run = dataclasses.replace(run, train_metrics=bool(model.get_metrics(is_train=True)))
     run, ranks = _ranks(config, run, model, hardware)
-    kernel, memory = _attention_kernel(config), _memory(config, run, model, hardware)
-    later = [*_unit_scaling(config, run, model)]
+    kernel, later = _attention_kernel(config), [*_unit_scaling(config, run, model)]
     selected, targets = check_targets(run, model)
     run, conversion = check_conversion(config, run, model, hardware)
+    memory = _memory(config, run, model, hardware)
     later += [*targets, *conversion, *check_attached(run, model, selected, built["callbacks"])]
     return [*found, *_clashes(run, whole=whole), *ranks, *warned, *kernel, *memory, *later]
 
@@ -147,7 +150,9 @@ def _ranks(config: Mapping[str, Any], run: Run, model: Any, hardware: Hardware) 
 
 def _memory(config: Mapping[str, Any], run: Run, model: Any, hardware: Hardware) -> list[Finding]:
     """What a rank holds all the time, and whether it leaves room for the rest."""
-    from foundry_fp8.planning.memory.cluster import static_bytes
+    from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
+    from foundry_fp8.planning.memory.cluster import elements, static_bytes
+    from foundry_fp8.planning.memory.measure import held_bytes
 
     if run.replicate * run.shard != run.ranks:
         return []  # said already
@@ -157,16 +162,15 @@ def _memory(config: Mapping[str, Any], run: Run, model: Any, hardware: Hardware)
         state = optimizer_bytes_of(model, config)
     except ConfigError as error:
         return [Finding("memory", "warning" if run.tensor_parallel else "error", str(error))]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.parameters()) - trained
+    trained, total = elements(model, trained=True), sum(p.numel() for p in model.parameters())
     buffers = sum(
         b.numel() * (min(cluster.gathered, b.element_size()) if b.is_floating_point() else b.element_size())
         for b in model.buffers()
     )
+    buffers += sum(held_bytes(p) for p in model.parameters() if isinstance(p, FrozenFP8Weight))
     each = static_bytes(model, cluster, buffers=buffers, optimizer_bytes=state, accumulates=True)
-    total = trained + frozen
     size = f"{total / 1e9:.2f} B parameters" if total >= 1e8 else f"{total / 1e6:.2f} M parameters"
-    if frozen:
+    if total > trained:
         size += f", {trained / 1e6:.0f} M of them trained"
     text = (
         f"{size}: {format_bytes(each)} a GPU of {format_bytes(int(memory))} for parameters, gradients and optimizer states over "

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from foundry_fp8.cli.hf_folder import FOLDER_MODEL, PUBLISHED_MODEL, build_folder_model, read_folder
+from foundry_fp8.cli.hf_folder import FOLDER_MODEL, PUBLISHED_MODEL, read_folder
 from foundry_fp8.config import Config, ConfigError, Positive, Text, accept, first_line, from_mapping
 from foundry_fp8.planning.model_shapes import MODEL_SHAPES
 
@@ -145,6 +145,8 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
         ConfigError: It cannot be built: a hub that is not reached, a key that is wrong.
     """
     if config["model"]["name"] == FOLDER_MODEL:
+        from foundry_fp8.cli.folder_model import build_folder_model
+
         return build_folder_model(config["model"], init_device)
     from llmfoundry.utils.builders import build_composer_model, build_tokenizer
     from llmfoundry.utils.registry_utils import import_file

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from foundry_fp8.cli.hardware import PER_NODE
-from foundry_fp8.cli.hf_folder import PUBLISHED_MODEL
+from foundry_fp8.cli.hf_folder import FOLDER_MODEL, PUBLISHED_MODEL
 from foundry_fp8.config import ConfigError, Positive, accept, check_choice, first_line
 
 if TYPE_CHECKING:
@@ -78,11 +79,15 @@ def _fsdp(config: Mapping[str, Any], ranks: int) -> Any:
     section = config.get("fsdp_config")
     if section is None or ranks == 1:  # LLM Foundry takes it off on one device
         return None
+    model = config.get("model") or {}
+    if model.get("name") == FOLDER_MODEL:  # as accelerate has it: gradients travel in the parameters' type
+        degrees = {"data_parallel_replicate_degree": None, "data_parallel_shard_degree": -1}
+        return SimpleNamespace(**section, **degrees, mixed_precision="PURE", load_monolith_rank0_only=False)
     from composer.utils.parallelism import FSDP2Config, FSDPConfig
 
     from foundry_fp8.distributed.sharding import FSDP1_STRATEGIES
 
-    mixed = (config.get("model") or {}).get("init_device") == "mixed"  # rank 0 alone loads, says LLM Foundry
+    mixed = model.get("init_device") == "mixed"  # rank 0 alone loads, says LLM Foundry
     given = {"load_monolith_rank0_only": mixed, **section}
     try:
         with warnings.catch_warnings():

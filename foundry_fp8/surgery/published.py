@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,9 +14,20 @@ from foundry_fp8.compat.wrapper_tensor import save_plain
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, recipe_of, scaling_of
 from foundry_fp8.layers.linear import FP8Linear
+from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.wrappers import replace_module
+from foundry_fp8.numerics.formats import E4M3
+from foundry_fp8.numerics.recipes import Recipe
+from foundry_fp8.numerics.scalings import Blocks
 
-__all__ = ["SCALES", "adopted", "check_codes_stay", "leave_frozen_out_of_ddp", "published_weight"]
+__all__ = [
+    "SCALES",
+    "adopted",
+    "as_if_published",
+    "check_codes_stay",
+    "leave_frozen_out_of_ddp",
+    "published_weight",
+]
 
 SCALES = ("weight_scale_inv", "weight_scale")
 """What the codes are multiplied by, as FineGrainedFP8 and compressed-tensors call it."""
@@ -74,6 +85,18 @@ def leave_frozen_out_of_ddp(model: nn.Module) -> None:
     """Have DDP around ``model`` send no weight that is kept in FP8."""
     if names := [name for name, p in model.named_parameters() if isinstance(p, FrozenFP8Weight)]:
         leave_out_of_ddp(model, names)
+
+
+def as_if_published(model: nn.Module, recipes: Sequence[Recipe]) -> None:
+    """Have the frozen linears of blocks keep codes, as loading a published checkpoint does, with scales that the first recipe reads: for plans."""
+    asked = [recipe.scaling("w", 1) for recipe in recipes[:1]]
+    scaling = asked[0] if asked and recipe_of(asked[0]) else Blocks((128, 128), power_2=False)
+    for module in (module for _, block in transformer_blocks(model) for module in block.modules()):
+        if isinstance(module, nn.Linear) and not (weight := module.weight).requires_grad:
+            found = scaling.quantize(weight.detach(), E4M3)
+            codes = FrozenFP8Weight(found.data, found.gemm_scale, found.block, scaling, weight.dtype)
+            module.weight = nn.Parameter(codes, requires_grad=False)
+            save_plain(module)
 
 
 def _scale_of(name: str, module: Any) -> Tensor | None:

@@ -137,7 +137,8 @@ class Absent:
 
 def test_without_llm_foundry_a_command_says_what_it_needs(tmp_path, monkeypatch):
     """As beside Trainer and TRL, whose releases LLM Foundry does not take."""
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    run = tmp_path / "run.yaml"
+    run.write_text("{model: {name: mpt_causal_lm}, max_seq_len: 64}")
     for name in [name for name in sys.modules if name.split(".")[0] in ("composer", "llmfoundry")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
@@ -146,6 +147,6 @@ def test_without_llm_foundry_a_command_says_what_it_needs(tmp_path, monkeypatch)
         ["plan", "speed"],
         ["plan", "memory", "--budget", "0.5", "--microbatch", "1"],
     ):
-        done = CliRunner().invoke(app, [*command, str(tmp_path)])
+        done = CliRunner().invoke(app, [*command, str(run)])
         assert done.exit_code == 2, done.output
         assert "It reads runs as LLM Foundry does: pip install 'foundry_fp8[stack]'" in done.output

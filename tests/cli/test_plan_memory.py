@@ -269,12 +269,24 @@ def test_frozen_weights_in_fp8_are_an_option_with_bytes_and_seconds(tmp_path):
     held = parse_bytes(re.search(r"optimizer state (.*)", done.output)[1], "")
 
     on = run | {"algorithms": {"fp8": {**run["algorithms"]["fp8"], "frozen_weights": "fp8"}}}
-    done = plan(on)
-    assert done.exit_code == 0 and "option fp8.frozen_weights" not in done.output, done.output
-    less = held - parse_bytes(re.search(r"optimizer state (.*)", done.output)[1], "")
-    assert less == pytest.approx(3 * count, rel=0.02)
-    done = plan(on, "--world-size", "2")
-    assert done.exit_code == 2 and "frozen_weights" in done.output
+    published = run | {"model": {**model, "name": "hf_fp8_causal_lm"}}
+    high_precision = plan(run, "--world-size", "2")
+    for kept in (on, published):
+        done = plan(kept)
+        assert done.exit_code == 0 and "option fp8.frozen_weights" not in done.output, done.output
+        less = held - parse_bytes(re.search(r"optimizer state (.*)", done.output)[1], "")
+        assert less == pytest.approx(3 * count, rel=0.02)
+        done = plan(kept, "--world-size", "2")  # DDP
+        assert done.exit_code == 0, done.output
+        both = (
+            parse_bytes(re.search(r"optimizer state (.*)", d.output)[1], "") for d in (high_precision, done)
+        )
+        assert next(both) - next(both) == pytest.approx(3 * count, rel=0.02)
+        doctor = CliRunner().invoke(app, ["doctor", str(file), "--hardware", "h100x2"])
+        said = re.search(r"trained: (.*) a GPU of", doctor.output)
+        assert parse_bytes(said[1], "") == parse_bytes(re.search(r"optimizer state (.*)", done.output)[1], "")
+        done = plan(kept | {"fsdp_config": {}}, "--world-size", "2")
+        assert done.exit_code == 2 and "kept in FP8" in done.output, done.output
     native = run["algorithms"]["fp8"] | {"backend": "native"}
     for cache, factor in (({}, 1), ({"cache_weights": True}, 2), ({"cache_weights": False}, 0)):
         done = plan(run | {"algorithms": {"fp8": native | cache}})

@@ -35,11 +35,12 @@ from torch import nn
 
 from foundry_fp8.config import ConfigError
 from foundry_fp8.distributed.sharding import Sharding
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.planning.memory.plan import Measurements
 from foundry_fp8.planning.memory.solver import Frame
 
-__all__ = ["SHARDINGS", "Cluster", "on_cluster", "static_bytes"]
+__all__ = ["SHARDINGS", "Cluster", "elements", "on_cluster", "static_bytes"]
 
 SHARDINGS: tuple[Sharding, ...] = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 MASTER = 4
@@ -93,10 +94,11 @@ def on_cluster(
     ``measured`` is of ``model`` on one device, ``cluster.gathered`` bytes an element, a step of one microbatch, without optimizer states.
     """
     blocks = [block for _, block in transformer_blocks(model)]
-    total = [sum(p.numel() for p in block.parameters()) for block in blocks]
-    trained = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks]
-    everything = sum(p.numel() for p in model.parameters())
-    learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total, trained = (
+        [elements(block) for block in blocks],
+        [elements(block, trained=True) for block in blocks],
+    )
+    everything, learnt = elements(model), elements(model, trained=True)
     buffers = max(measured.frame.static - cluster.gathered * everything, 0)
     held = static_bytes(
         model, cluster, buffers=buffers, optimizer_bytes=optimizer_bytes, accumulates=accumulates
@@ -112,15 +114,24 @@ def on_cluster(
     return dataclasses.replace(measured, **frames, source=measured.source + where)
 
 
+def elements(module: nn.Module, *, trained: bool = False) -> int:
+    """Of its parameters, or of those that are trained; without what is kept in FP8."""
+    return sum(
+        p.numel()
+        for p in module.parameters()
+        if not isinstance(p, FrozenFP8Weight) and (p.requires_grad or not trained)
+    )
+
+
 def static_bytes(
     model: nn.Module, cluster: Cluster, *, buffers: int, optimizer_bytes: int, accumulates: bool
 ) -> int:
     """What a rank of ``cluster`` holds all the time.
 
-    Where it ``accumulates``, gradients are among it: with several microbatches a step they are there from the second on.
+    Where it ``accumulates``, gradients are among it: with several microbatches a step they are there from the second on. ``buffers``: with
+    weights that are kept in FP8, which DDP leaves to each rank.
     """
-    everything = sum(p.numel() for p in model.parameters())
-    learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    everything, learnt = elements(model), elements(model, trained=True)
     held = -(-(MASTER * everything + optimizer_bytes) // cluster.shard) + buffers
     held += math.ceil(cluster.residual * learnt / cluster.shard)
     held += -(-MASTER * learnt // cluster.shard) * accumulates
