@@ -244,11 +244,7 @@ def _multiple(group: int) -> int:
 
 @triton.jit
 def _scales(
-    amax,
-    GROUP: tl.constexpr,
-    FMT_MAX: tl.constexpr,
-    POWER_2: tl.constexpr,
-    VALUE_FOR_INF: tl.constexpr,
+    amax, GROUP: tl.constexpr, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr, VALUE_FOR_INF: tl.constexpr
 ):
     """(scale, what the GEMM gets) of a tile of block amaxes."""
     if GROUP == 32:
@@ -300,9 +296,8 @@ def _store_rows(
 
 @triton.jit
 def _scaled_rows(
-    x, GROUP: tl.constexpr, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr,
-    VALUE_FOR_INF: tl.constexpr,
-):  # fmt: skip
+    x, GROUP: tl.constexpr, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr, VALUE_FOR_INF: tl.constexpr
+):
     """A part times the scales of its rows' blocks, and what the GEMM gets of these, ``[rows, blocks]``."""
     blocks = tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))
     amax = amax_along(blocks, 2)

@@ -30,19 +30,9 @@ def update_delayed_(scale: Tensor, amax_history: Tensor, scaled_max: Tensor, *, 
         use_max: The amax is the largest of the history, otherwise that of the pass that ends now.
     """
     length, tensors = amax_history.shape
-    launch(
-        _update_kernel,
-        triton.cdiv(tensors, COLUMNS),
-        scale,
-        amax_history,
-        scaled_max,
-        length,
-        tensors,
-        USE_MAX=use_max,
-        COLUMNS=COLUMNS,
-        CHUNK=CHUNK,
-        num_warps=4,
-    )
+    given = scale, amax_history, scaled_max, length, tensors
+    constants = {"USE_MAX": use_max, "COLUMNS": COLUMNS, "CHUNK": CHUNK, "num_warps": 4}
+    launch(_update_kernel, triton.cdiv(tensors, COLUMNS), *given, **constants)
     torch.autograd.graph.increment_version((scale, amax_history))  # torch does not see what a kernel writes
 
 

@@ -37,22 +37,9 @@ def activation_backward(dy: Tensor, source: Producer) -> tuple[Tensor, Tensor | 
     tiles = triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
     if tiles:
         up_stride = 0 if source.up is None else source.up.stride(0)
+        read = dy, dy.stride(0), source.x, source.x.stride(0), source.up, up_stride
         launch(
-            _backward_kernel,
-            tiles,
-            dy,
-            dy.stride(0),
-            source.x,
-            source.x.stride(0),
-            source.up,
-            up_stride,
-            dx,
-            dup,
-            rows,
-            columns,
-            KIND=source.kind,
-            TILE=TILE,
-            num_warps=4,
+            _backward_kernel, tiles, *read, dx, dup, rows, columns, KIND=source.kind, TILE=TILE, num_warps=4
         )
     return dx, dup
 

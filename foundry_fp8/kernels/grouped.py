@@ -38,28 +38,15 @@ def group_amax(x: Tensor, group: Tensor, source: Tensor | None, experts: int) ->
     check_hp("x", x)
     x = as_rows(x)
     found = torch.zeros(experts, dtype=torch.float32, device=x.device)
-    rows, columns = len(group), x.shape[1]
+    given = x, x.stride(0), group, source, found, len(group), x.shape[1]
     constants = {"TILE_R": AMAX_R, "TILE_C": AMAX_C, "num_warps": WARPS}
-    launch(
-        _group_amax_kernel,
-        tiles(rows, AMAX_R),
-        x,
-        x.stride(0),
-        group,
-        source,
-        found,
-        rows,
-        columns,
-        **constants,
-        **AS_WRITTEN,
-    )
+    launch(_group_amax_kernel, tiles(len(group), AMAX_R), *given, **constants, **AS_WRITTEN)
     return found
 
 
 def group_amax_reference(x: Tensor, group: Tensor, source: Tensor | None, experts: int) -> Tensor:
     """The torch expression of :func:`group_amax`."""
-    found = [amax_of(x[_rows_of(e, group, source)]) for e in range(experts)]
-    return torch.stack(found)
+    return torch.stack([amax_of(x[_rows_of(e, group, source)]) for e in range(experts)])
 
 
 def quantize_groups(
@@ -95,23 +82,10 @@ def quantize_groups(
     check_tiles(padded, max(width, x.stride(0)), TILE_R, TILE_C)
     data = torch.empty(x.shape, dtype=fmt.dtype, device=x.device) if rows else None
     data_t = torch.empty((width, padded), dtype=fmt.dtype, device=x.device) if columns else None
-    launch(
-        _group_cast_kernel,
-        tiles(padded, TILE_R) * tiles(width, TILE_C),
-        x,
-        x.stride(0),
-        scale,
-        group,
-        source,
-        data,
-        data_t,
-        padded,
-        width,
-        TILE_R=TILE_R,
-        TILE_C=TILE_C,
-        num_warps=WARPS,
-        **AS_WRITTEN,
-    )
+    given = x, x.stride(0), scale, group, source, data, data_t, padded, width
+    constants = {"TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS}
+    programs = tiles(padded, TILE_R) * tiles(width, TILE_C)
+    launch(_group_cast_kernel, programs, *given, **constants, **AS_WRITTEN)
     return data, data_t
 
 

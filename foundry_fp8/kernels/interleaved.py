@@ -17,14 +17,7 @@ ROWS_PER_WORD = tl.constexpr(4)
 
 @triton.jit
 def load_interleaved(
-    source,
-    first_row,
-    first_column,
-    R,
-    C,
-    KIND: tl.constexpr,
-    TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
+    source, first_row, first_column, R, C, KIND: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr
 ):
     """:func:`load_tile`'s tile as four of ``[TILE_R / 4, TILE_C]``; ``source``: what :attr:`.Producer.pointers` has."""
     ROWS: tl.constexpr = TILE_R // ROWS_PER_WORD

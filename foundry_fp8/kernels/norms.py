@@ -85,19 +85,9 @@ def pack_norm_input(
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if x.numel():
         width, warps = _row_block(columns)
-        _pack_norm_input[(rows,)](
-            x,
-            *operands(packed),
-            mean,
-            rstd,
-            columns,
-            eps,
-            FORMAT=fmt.name,
-            BLOCK=fmt.block,
-            BLOCKS=max(width // fmt.block, 1),
-            num_warps=warps,
-            **AS_WRITTEN,
-        )
+        constants = {"FORMAT": fmt.name, "BLOCK": fmt.block, "BLOCKS": max(width // fmt.block, 1)}
+        given = x, *operands(packed), mean, rstd, columns, eps
+        _pack_norm_input[(rows,)](*given, **constants, num_warps=warps, **AS_WRITTEN)
     return packed, mean, rstd
 
 
@@ -139,27 +129,11 @@ def norm_backward(
         layout = {"FORMAT": "", "PACK_BLOCK": 0}
     if dy.numel():
         block, warps = _row_block(columns)
-        launch(
-            _backward_kernel,
-            programs,
-            dy,
-            dy.stride(0),
-            values,
-            values.stride(0) if scale is None else columns,
-            scale,
-            mean,
-            rstd,
-            weight,
-            dx,
-            partial,
-            rows,
-            columns,
-            **layout,
-            PROGRAMS=programs,
-            BLOCK=block,
-            # 16: with 32 warps a thread has too few registers for its part of a row of 16384, and spills (H100: half the speed).
-            num_warps=min(warps, 16),
-        )
+        stride = values.stride(0) if scale is None else columns
+        given = dy, dy.stride(0), values, stride, scale, mean, rstd, weight, dx, partial, rows, columns
+        # 16: with 32 warps a thread has too few registers for its part of a row of 16384, and spills (H100: half the speed).
+        constants = {**layout, "PROGRAMS": programs, "BLOCK": block, "num_warps": min(warps, 16)}
+        launch(_backward_kernel, programs, *given, **constants)
     else:
         partial.zero_()
     dweight, *rest = partial.sum(1)

@@ -43,17 +43,9 @@ def quantize_blocks(flat: Tensor, fmt: PackFormat, *, nonzero: bool = False) -> 
     scale_inv = torch.empty(n_blocks, dtype=fmt.scale_dtype, device=flat.device).view(torch.uint8)
     packed = Packed(codes, scale_inv, fmt, flat.numel(), flat.dtype)
     if n_blocks:
-        _quantize[(triton.cdiv(n_blocks, ROWS),)](
-            flat,
-            *operands(packed),
-            flat.numel(),
-            n_blocks,
-            FORMAT=fmt.name,
-            NONZERO=nonzero,
-            BLOCK=fmt.block,
-            ROWS=ROWS,
-            **AS_WRITTEN,
-        )
+        constants = {"FORMAT": fmt.name, "NONZERO": nonzero, "BLOCK": fmt.block, "ROWS": ROWS}
+        given = flat, *operands(packed), flat.numel(), n_blocks
+        _quantize[(triton.cdiv(n_blocks, ROWS),)](*given, **constants, **AS_WRITTEN)
     return codes, scale_inv
 
 
@@ -69,16 +61,9 @@ def dequantize_blocks(packed: Packed) -> Tensor:
     out = torch.empty(packed.numel, dtype=packed.dtype, device=packed.codes.device)
     n_blocks = packed.codes.shape[0]
     if n_blocks:
-        _dequantize[(triton.cdiv(n_blocks, ROWS),)](
-            *operands(packed),
-            out,
-            packed.numel,
-            n_blocks,
-            FORMAT=fmt.name,
-            BLOCK=fmt.block,
-            ROWS=ROWS,
-            **CONTRACTED,
-        )
+        constants = {"FORMAT": fmt.name, "BLOCK": fmt.block, "ROWS": ROWS}
+        given = *operands(packed), out, packed.numel, n_blocks
+        _dequantize[(triton.cdiv(n_blocks, ROWS),)](*given, **constants, **CONTRACTED)
     return out
 
 
@@ -95,21 +80,9 @@ def gated_backward(dh: Tensor, gate: Packed, up: Packed, kind: str) -> tuple[Ten
     n_blocks = gate.codes.shape[0]
 
     if n_blocks:
-        _gated_backward[(triton.cdiv(n_blocks, ROWS),)](
-            dh,
-            *operands(gate),
-            *operands(up),
-            dgate,
-            dup,
-            h,
-            dh.numel(),
-            n_blocks,
-            FORMAT=gate.fmt.name,
-            KIND=kind,
-            BLOCK=gate.fmt.block,
-            ROWS=ROWS,
-            **CONTRACTED,
-        )
+        constants = {"FORMAT": gate.fmt.name, "KIND": kind, "BLOCK": gate.fmt.block, "ROWS": ROWS}
+        given = dh, *operands(gate), *operands(up), dgate, dup, h, dh.numel(), n_blocks
+        _gated_backward[(triton.cdiv(n_blocks, ROWS),)](*given, **constants, **CONTRACTED)
     return dgate, dup, h
 
 

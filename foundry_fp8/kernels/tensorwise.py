@@ -340,16 +340,7 @@ def _amax_kernel(
 
 
 @triton.jit
-def raise_amax(
-    source,
-    amax_ptr,
-    R,
-    C,
-    tile,
-    KIND: tl.constexpr,
-    TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
-):
+def raise_amax(source, amax_ptr, R, C, tile, KIND: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
     """Raise ``amax_ptr`` to the amax of one tile; ``source``: what :attr:`Producer.pointers` has."""
     tiles_c = tl.cdiv(C, TILE_C)
     first_row, first_column = (tile // tiles_c) * TILE_R, (tile % tiles_c) * TILE_C

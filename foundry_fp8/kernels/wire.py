@@ -7,6 +7,8 @@ the rotation before int4 may differ by the order of its 32 products.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -27,24 +29,9 @@ def encode_rows(x: Tensor, wire: WireFormat, out: Tensor, seed: int | None = Non
     blocks, payload = wire.blocks(numel), wire.payload_bytes(numel)
     grid = (triton.cdiv(blocks, _BLOCKS_A_PROGRAM), rows)
     scales = out[:, payload : payload + 4 * blocks].view(torch.float32)
-    _encode[grid](
-        x,
-        x.stride(0),
-        out,
-        out.stride(0),
-        scales,
-        scales.stride(0),
-        hadamard_matrix(x.device),
-        numel,
-        blocks,
-        seed or 0,
-        AT_RANDOM=seed is not None,
-        LIMIT=wire.limit,
-        KIND=_KINDS[wire.name],
-        BLOCK=wire.block_size,
-        MANY=_BLOCKS_A_PROGRAM,
-        **AS_WRITTEN,
-    )
+    tensors = x, x.stride(0), out, out.stride(0), scales, scales.stride(0), hadamard_matrix(x.device)
+    constants = {"AT_RANDOM": seed is not None, "LIMIT": wire.limit, **_constants(wire)}
+    _encode[grid](*tensors, numel, blocks, seed or 0, **constants)
 
 
 def decode_rows(message: Tensor, wire: WireFormat, numel: int, out: Tensor) -> Tensor:
@@ -64,23 +51,14 @@ def _launch_decode(
 ) -> None:
     blocks, payload = wire.blocks(numel), wire.payload_bytes(numel)
     scales = message[:, payload : payload + 4 * blocks].view(torch.float32)
-    _decode[(triton.cdiv(blocks, _BLOCKS_A_PROGRAM), rows)](
-        message,
-        message.stride(0),
-        scales,
-        scales.stride(0),
-        out,
-        out.stride(0),
-        hadamard_matrix(message.device),
-        numel,
-        blocks,
-        summed,
-        divisor,
-        KIND=_KINDS[wire.name],
-        BLOCK=wire.block_size,
-        MANY=_BLOCKS_A_PROGRAM,
-        **AS_WRITTEN,
-    )
+    tensors = message, message.stride(0), scales, scales.stride(0), out, out.stride(0)
+    sizes = hadamard_matrix(message.device), numel, blocks, summed, divisor
+    _decode[(triton.cdiv(blocks, _BLOCKS_A_PROGRAM), rows)](*tensors, *sizes, **_constants(wire))
+
+
+def _constants(wire: WireFormat) -> dict[str, Any]:
+    kind, block = _KINDS[wire.name], wire.block_size
+    return {"KIND": kind, "BLOCK": block, "MANY": _BLOCKS_A_PROGRAM, **AS_WRITTEN}
 
 
 @triton.jit
