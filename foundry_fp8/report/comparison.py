@@ -32,24 +32,10 @@ __all__ = [
     "shown_cells",
 ]
 
-COLUMNS = (
-    "Run",
-    "Model",
-    "Precision",
-    "Nodes x devices",
-    "Tokens/s per device",
-    "% decrease",
-    "% faster",
-    "Final loss",
-    "% loss higher",
-    "Kurtosis leads",
-    "Held-out loss",
-    "Task score",
-)
-
 UNKNOWN = "–"
 
 _DEFINITIONS = {
+    **dict.fromkeys(("Run", "Model", "Precision", "Nodes x devices")),
     "Tokens/s per device": "after the first 10 % of the steps (warm-up), evaluation and saving excluded",
     "% decrease": "of that, against the high-precision run of the same model on the fewest devices",
     "% faster": "against the high-precision run of the same model on as many devices; not where FP8 is emulated",
@@ -59,6 +45,7 @@ _DEFINITIONS = {
     "Held-out loss": "the last evaluation",
     "Task score": "mean accuracy in % over the downstream tasks that all evaluated runs have",
 }
+COLUMNS = tuple(_DEFINITIONS)
 _EMULATED = "Emulated: FP8's numbers, computed on hardware without FP8; its loss is that of FP8 training, its speed is not."
 
 
@@ -141,7 +128,7 @@ def shown_cells(rows: Sequence[Row]) -> tuple[list[int], list[list[str]]]:
 
 def explain(rows: Sequence[Row], columns: Sequence[int]) -> str:
     """What the columns shown mean, and what to know about the runs, as sentences."""
-    said = [f"{COLUMNS[i]}: {_DEFINITIONS[COLUMNS[i]]}." for i in columns if COLUMNS[i] in _DEFINITIONS]
+    said = [f"{COLUMNS[i]}: {_DEFINITIONS[COLUMNS[i]]}." for i in columns if _DEFINITIONS[COLUMNS[i]]]
     if any(row.run.backend == "emulated" for row in rows):
         said.append(_EMULATED)
     return " ".join(said)
@@ -180,13 +167,13 @@ def _row(run: Run, runs: Sequence[Run], named: str | None, percent_of: str) -> R
     speed = run.tokens_per_second_per_device
     own = percent_of == "own"
     # In order of devices, baselines first.
-    smallest = next(
-        other for other in runs if other.same_model(run) and (not own or other.recipe == run.recipe)
-    )
+    smallest = next(r for r in runs if r.same_model(run) and (not own or r.recipe == run.recipe))
     baseline = baseline_of(run, runs, named)
     scores = {task: float(series.values[-1]) for task, series in run.scores.items()}
     shared = [t for t in scores if all(t in other.scores for other in runs if other.scores)]
-    faster = math.nan
+    faster = decrease = math.nan
+    if smallest.devices != run.devices:
+        decrease = 100 * (1 - speed / smallest.tokens_per_second_per_device)
     if baseline is not None and "emulated" not in (run.backend, baseline.backend):
         of, to = baseline.tokens_per_second_per_device, speed
         faster = 100 * (1 - of / to) if own else 100 * (to / of - 1)
@@ -194,9 +181,7 @@ def _row(run: Run, runs: Sequence[Run], named: str | None, percent_of: str) -> R
         run=run,
         baseline=baseline,
         tokens_per_second_per_device=speed,
-        percent_decrease=math.nan
-        if smallest.devices == run.devices
-        else 100 * (1 - speed / smallest.tokens_per_second_per_device),
+        percent_decrease=decrease,
         percent_faster=faster,
         final_loss=run.final_loss,
         judgement=None if baseline is None else judge(run, baseline),
@@ -240,9 +225,8 @@ def _text(value: float, form: str) -> str:
 def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """The configuration keys, dotted, whose values differ between the runs, with each run's value as text."""
     conversion = ("fp8", "fp8_as_run")  # has a section of its own
-    flat = [
-        dict(_flatten({k: v for k, v in run.hyperparameters.items() if k not in conversion})) for run in runs
-    ]
+    kept = ({k: v for k, v in run.hyperparameters.items() if k not in conversion} for run in runs)
+    flat = [dict(_flatten(values)) for values in kept]
     # The order of the first run that has a key is the YAML's own.
     keys = dict.fromkeys(key for values in flat for key in values)
     rows = [(key, [UNKNOWN if key not in values else str(values[key]) for values in flat]) for key in keys]
