@@ -26,10 +26,8 @@ def speed(rows: Sequence[Row]) -> Figure | None:
     if len({row.run.devices for _, row in shown}) == 1:
         figure = new_figure(0.55 + 0.32 * len(shown))
         axes = figure.add_subplot()
-        kinds = [row.run.recipe for row in rows]
-        _bars(
-            axes, kinds, [(i, row.run.name, row.tokens_per_second_per_device) for i, row in shown], "{:,.0f}"
-        )
+        bars = [(i, row.run.name, row.tokens_per_second_per_device) for i, row in shown]
+        _bars(axes, [row.run.recipe for row in rows], bars, "{:,.0f}")
         axes.set_xlabel("tokens / second / device")
         return figure
     figure = new_figure(3.2)
@@ -94,9 +92,8 @@ def sizes(rows: Sequence[Row]) -> Figure | None:
         for number, recipe in enumerate(recipes):
             found = {m: factor * getattr(row, field) for (m, r), row in groups.items() if r == recipe}
             found = {model: value for model, value in found.items() if np.isfinite(value)}
-            at = (
-                np.array([models.index(model) for model in found]) + (number - (len(recipes) - 1) / 2) * width
-            )
+            offset = (number - (len(recipes) - 1) / 2) * width
+            at = np.array([models.index(model) for model in found]) + offset
             colour = group_style([("", name) for name in recipes], ("", recipe))["color"]
             drawn = axes.bar(at, list(found.values()), width * 0.92, color=colour, label=recipe)
             axes.bar_label(drawn, fmt="%.0f", fontsize=8, padding=1)
@@ -150,20 +147,15 @@ def memory(rows: Sequence[Row]) -> Figure | None:
         (i, row.run.name, float(np.nanmax(row.run.host_peak_bytes, initial=0.0)) / 1e9)
         for i, row in enumerate(rows)
     ]
-    panels = [
-        (label, [bar for bar in found if np.isfinite(bar[2]) and bar[2] > 0])
-        for label, found in (
-            ("device, peak reserved (GB)", device),
-            ("host, rank 0's process, peak (GB)", host),
-        )
-    ]
-    panels = [panel for panel in panels if panel[1]]
+    found = {"device, peak reserved (GB)": device, "host, rank 0's process, peak (GB)": host}
+    known = {label: [b for b in bars if np.isfinite(b[2]) and b[2] > 0] for label, bars in found.items()}
+    panels = {label: bars for label, bars in known.items() if bars}
     if not panels:
         return None
     figure = new_figure((0.55 + 0.32 * len(rows)) * len(panels))
-    for position, (label, found) in enumerate(panels, start=1):
+    for position, (label, bars) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(len(panels), 1, position)
-        _bars(axes, [row.run.recipe for row in rows], found, "{:.2f}")
+        _bars(axes, [row.run.recipe for row in rows], bars, "{:.2f}")
         axes.set_xlabel(label)
     return figure
 

@@ -37,9 +37,8 @@ def loss(rows: Sequence[Row]) -> Figure | None:
     kinds = [row.run.recipe for row in rows]
     paired = any(row.baseline is not None and len(row.baseline.step) for _, row in shown)
     figure = new_figure(4.0 if paired else 2.8)
-    above, *below = figure.subplots(
-        1 + paired, squeeze=False, sharex=True, height_ratios=[2.2, 1][: 1 + paired]
-    )[:, 0]
+    heights = [2.2, 1.0][: 1 + paired]
+    above, *below = figure.subplots(1 + paired, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
     percents = []
     for index, row in shown:
         run = row.run

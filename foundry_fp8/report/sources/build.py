@@ -75,9 +75,8 @@ def typed(header: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
 def _fit(value: Any, shape: Any, where: str, wrong: list[str]) -> Any:
     if isinstance(shape, dict) and isinstance(value, dict):
         there = {key: inner for key, inner in shape.items() if value.get(key) is not None}
-        return value | {
-            key: _fit(value[key], there[key], f"{where}.{key}".strip("."), wrong) for key in there
-        }
+        fitted = {key: _fit(value[key], there[key], f"{where}.{key}".strip("."), wrong) for key in there}
+        return value | fitted
     if isinstance(shape, list) and isinstance(value, list):
         found = [_fit(item, shape[0], where, wrong) for item in value]
         return [item for item in found if item is not None]
@@ -140,5 +139,4 @@ def _series(lines: Lines) -> dict[str, Series]:
     return {
         key: Series(steps=np.array([*values], dtype=np.int64), values=np.array([*values.values()]))
         for key, values in found.items()
-        if values
     }

@@ -16,12 +16,8 @@ __all__ = ["find", "read_all"]
 
 def find(folder: Path) -> list[Path]:
     """The stores below ``folder``: ``mlruns`` folders (or itself) and ``mlflow.db`` files."""
-    inside = {
-        file.parent.parent.parent
-        for file in folder.rglob("*/*/meta.yaml")
-        if (file.parent / "metrics").is_dir()
-    }
-    return sorted({*inside, *folder.rglob("mlflow.db")})
+    runs = (file.parent for file in folder.rglob("*/*/meta.yaml") if (file.parent / "metrics").is_dir())
+    return sorted({*(run.parent.parent for run in runs), *folder.rglob("mlflow.db")})
 
 
 def read_all(store: Path) -> list[Run]:
@@ -50,17 +46,13 @@ def _read_database(file: Path) -> list[Run]:
     """Without a lock, and without a file beside it, unless somebody is writing to it now."""
     alone = "" if file.with_name(f"{file.name}-wal").exists() else "&immutable=1"
     where, found = f"{file.resolve().as_uri()}?mode=ro{alone}", []
+    runs = "SELECT run_uuid, name, status FROM runs WHERE lifecycle_stage = 'active' ORDER BY start_time"
     points_of = "SELECT key, step, CASE is_nan WHEN 1 THEN 'nan' ELSE value END, timestamp FROM metrics WHERE run_uuid = ?"
     try:
         with contextlib.closing(sqlite3.connect(where, uri=True)) as base:
-            runs = (
-                "SELECT run_uuid, name, status FROM runs WHERE lifecycle_stage = 'active' ORDER BY start_time"
-            )
             for number, name, status in base.execute(runs).fetchall():
-                points = [
-                    (key, step, float(value), at)
-                    for key, step, value, at in base.execute(points_of, [number])
-                ]
+                logged = base.execute(points_of, [number])
+                points = [(key, step, float(value), at) for key, step, value, at in logged]
                 params = dict(base.execute("SELECT key, value FROM params WHERE run_uuid = ?", [number]))
                 if any(key == LOSS for key, *_ in points):
                     found.append(_run(file, name, status, points, params))

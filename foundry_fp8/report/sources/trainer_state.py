@@ -54,25 +54,18 @@ def read(file: Path) -> Run:
     config: dict[str, Any] = {}
     if isinstance(asked, dict) and asked and asked.get("enabled", True):
         recipe = asked.get("recipe", "auto")
-        config["fp8"] = {
-            "recipe": recipe if isinstance(recipe, dict) else {"name": recipe},
-            "backend": "not logged",
-        }
+        recipe = recipe if isinstance(recipe, dict) else {"name": recipe}
+        config["fp8"] = {"recipe": recipe, "backend": "not logged"}
     name = of_run.resolve().name
     problems = ["Trainer logs no time of its steps, so there is no speed."]
     if all(entry.get("num_input_tokens_seen") is None for entry in lines):
         problems.append("No tokens were counted (include_num_input_tokens_seen).")
+    batches = [{**e, "tokens": e.get("num_input_tokens_seen"), "metrics": _metrics(e)} for e in lines]
+    evaluated = (e for e in history if any(key.startswith("eval_") for key in e))
     return build(
         {"run_name": name, "hyperparameters": config, "precision": "precision not logged"},
-        [
-            {**entry, "tokens": entry.get("num_input_tokens_seen"), "metrics": _metrics(entry)}
-            for entry in lines
-        ],
-        evals=[
-            {"step": entry["step"], "metrics": _metrics(entry)}
-            for entry in history
-            if any(key.startswith("eval_") for key in entry)
-        ],
+        batches,
+        evals=[{"step": entry["step"], "metrics": _metrics(entry)} for entry in evaluated],
         name=name,
         path=file,
         status="finished" if state.get("global_step") == state.get("max_steps") else "unknown",
