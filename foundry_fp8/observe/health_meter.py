@@ -78,10 +78,8 @@ class HealthMeter:
         self._scales: dict[tuple[str, Operand], tuple[float, int]] = {}
         """Last scale seen, and the step in which it was first seen."""
         if not self._probe.modules:
-            log.warning(
-                "%s: the model has no FP8 linear, so nothing is measured. Is `algorithms.fp8` in the YAML?",
-                KEY,
-            )
+            said = "%s: the model has no FP8 linear, so nothing is measured. Is `algorithms.fp8` in the YAML?"
+            log.warning(said, KEY)
 
     def begin(self, finished: int) -> None:
         """Start measuring if this step is due; ``finished``: the steps before it."""

@@ -124,9 +124,8 @@ class KurtosisMeter:
         details: dict[str, float] = {}
         by_role: dict[tuple[str, str], list[float]] = defaultdict(list)
         for (variant, role, layer), value in values.items():
-            name = block_label(layer)
             by_role[variant, role].append(value)
-            details[f"kurtosis_{variant}/{role}/{name}"] = value
+            details[f"kurtosis_{variant}/{role}/{block_label(layer)}"] = value
         details |= {
             f"kurtosis_{v}/{role}/mean": sum(found) / len(found) for (v, role), found in by_role.items()
         }

@@ -96,15 +96,9 @@ class MeasuredPolicy:
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Unit, recipe, error and what was not taken, in words."""
-        return [
-            (
-                one.unit,
-                recipe_name(one.recipe),
-                "" if math.isnan(one.error) else f"{one.error:.1%}",
-                one.faster,
-            )
-            for one in self.decisions
-        ]
+        errors = ["" if math.isnan(one.error) else f"{one.error:.1%}" for one in self.decisions]
+        pairs = zip(self.decisions, errors, strict=True)
+        return [(one.unit, recipe_name(one.recipe), error, one.faster) for one, error in pairs]
 
     def summary(self) -> str:
         """:meth:`rows` for a terminal, and a line on the whole."""
@@ -169,12 +163,10 @@ def measure_policy(
             total = search.run(whole)
     stacks = transformer_stacks(probe.model)
     blocks = [(clean_name(name), block) for name, block in stacks[0]] if len(stacks) == 1 else []
-    decisions = [
-        Decision(
-            unit, names, block_index_of(names[0], blocks), roles.get(names[0], ""), *search.outcome(unit)
-        )
-        for unit, names in units.items()
-    ]
+    decisions = []
+    for unit, names in units.items():
+        block, role = block_index_of(names[0], blocks), roles.get(names[0], "")
+        decisions.append(Decision(unit, names, block, role, *search.outcome(unit)))
     return MeasuredPolicy(decisions, total, error, probe.passes)
 
 
@@ -226,15 +218,11 @@ class _Search:
     def outcome(self, unit: str) -> tuple[Recipe | None, float, str]:
         """The last three fields of a :class:`Decision`."""
         place, choices = self.pick[unit], self.choices[unit]
-        worst = [
-            max(self.errors.get((unit, p), {}).values(), default=math.nan) for p in range(len(choices) - 1)
-        ]
+        found = (self.errors.get((unit, p), {}).values() for p in range(len(choices) - 1))
+        worst = [max(errors, default=math.nan) for errors in found]
         error = worst[place] if place < len(worst) else min(worst, default=math.nan)
-        return (
-            choices[place],
-            error,
-            f"{recipe_name(choices[place - 1])} {worst[place - 1]:.1%}" if place else "",
-        )
+        faster = f"{recipe_name(choices[place - 1])} {worst[place - 1]:.1%}" if place else ""
+        return choices[place], error, faster
 
 
 def _candidates(layer: FP8GemmLayer, names: Sequence[str], device: torch.device) -> list[Recipe]:

@@ -18,9 +18,8 @@ def spread(count: int, sample: int, device: torch.device) -> Tensor:
     They follow the golden ratio: a stride would read the same place of every sequence.
     """
     golden = (math.sqrt(5) - 1) / 2
-    return torch.tensor(
-        sorted({int(i * golden % 1.0 * count) for i in range(sample)}), dtype=torch.int64, device=device
-    )
+    places = sorted({int(i * golden % 1.0 * count) for i in range(sample)})
+    return torch.tensor(places, dtype=torch.int64, device=device)
 
 
 def spread_rows(x: Tensor, sample: int) -> tuple[Tensor, Tensor]:

@@ -42,12 +42,8 @@ class SwitchesOff:
     def disable(self, error: Exception) -> None:
         """Stop watching."""
         self.failed = f"{type(error).__name__}: {error}"
-        log.error(
-            "%s failed and is off for the rest of this run; training goes on. %s",
-            self.name,
-            self.failed,
-            exc_info=error,
-        )
+        said = "%s failed and is off for the rest of this run; training goes on. %s"
+        log.error(said, self.name, self.failed, exc_info=error)
         try:
             self.detach()
         except Exception:

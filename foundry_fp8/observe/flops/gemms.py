@@ -111,11 +111,8 @@ def uncounted_matrices(model: nn.Module, gemms: list[Gemm]) -> list[str]:
     for name, module in named_modules_clean(model):
         if name in counted or isinstance(module, nn.Embedding) or any(name.startswith(f) for f in fused):
             continue
-        missing += [
-            f"{name}.{p}".lstrip(".")
-            for p, value in module.named_parameters(recurse=False)
-            if value.dim() >= 2
-        ]
+        own = module.named_parameters(recurse=False)
+        missing += [f"{name}.{p}".lstrip(".") for p, value in own if value.dim() >= 2]
     return missing
 
 
@@ -153,18 +150,12 @@ def first_int(sources: list[Any], *names: str) -> int | None:
 
 def _fused_experts(name: str, module: nn.Module, share: float, trained_before: bool) -> list[Gemm]:
     """Experts kept as one parameter each way (``[E, in, out]``, or ``[E * in, out]`` in MegaBlocks)."""
-    return [
-        Gemm(
-            f"{name}.{p}",
-            value.numel() // value.shape[-1],
-            value.shape[-1],
-            share,
-            trained_before,
-            value.requires_grad,
-        )
-        for p, value in module.named_parameters()
-        if value.dim() >= 2
-    ]
+    found = []
+    for p, value in module.named_parameters():
+        if value.dim() >= 2:
+            sizes = value.numel() // value.shape[-1], value.shape[-1]
+            found.append(Gemm(f"{name}.{p}", *sizes, share, trained_before, value.requires_grad))
+    return found
 
 
 def _says_tied(module: nn.Module) -> bool:

@@ -71,9 +71,8 @@ class FlopMeter:
 
     def to_watch(self) -> list[tuple[str, nn.Module, tuple[str, ...]]]:
         """The modules that a :class:`~foundry_fp8.observe.flops.observer.Observer` should watch."""
-        linears = [
-            (gemm.name, self.modules[gemm.name], LINEAR) for gemm in self.static if gemm.name in self.modules
-        ]
+        names = (gemm.name for gemm in self.static if gemm.name in self.modules)
+        linears = [(name, self.modules[name], LINEAR) for name in names]
         return linears + [(shape.name, self.modules[shape.name], ATTENTION) for shape in self.attention]
 
     def settle(self, observed: Mapping[str, Observed], high_precision: str) -> None:
@@ -146,13 +145,11 @@ class FlopMeter:
         for shape in self.attention:
             seen = self.observed.get(shape.name)
             precision = self.high_precision if seen is None else self._tf32(seen.precision)
-            high = False
+            high, share = False, 1 if seen is None else seen.share
             served = self.fp8_attention.get(shape.name)
             if served is not None and served.recipe is not None:
                 precision, high = "fp8", served.grad_scores != "fp8"
-            forward = shape.forward_flops(float(tokens.pairs[shape.mask])) * (
-                1 if seen is None else seen.share
-            )
+            forward = shape.forward_flops(float(tokens.pairs[shape.mask])) * share
             backward = forward * (2 if seen is None or seen.backward else 0)
             flops.model[precision] += forward + backward / 2  # of the backward: dV, dS
             flops.model["bf16" if high else precision] += backward / 2  # dQ, dK

@@ -46,12 +46,8 @@ def name_uncounted(model: nn.Module) -> None:
     """Warn of what will not be counted. Before FSDP, which hides the shapes."""
     missing = uncounted_matrices(model, gemms_of(model))
     if missing:
-        log.warning(
-            "%s: %d matrices are not counted (%s, ...), so MFU is too low by their share.",
-            KEY,
-            len(missing),
-            missing[0],
-        )
+        said = "%s: %d matrices are not counted (%s, ...), so MFU is too low by their share."
+        log.warning(said, KEY, len(missing), missing[0])
 
 
 class MFUMeter:

@@ -92,9 +92,8 @@ class Observer:
     def _see(
         self, seen: Observed, operators: tuple[str, ...], module: Any, args: Any, kwargs: Any, output: Any
     ) -> None:
-        first = next(
-            (t for t in (output if isinstance(output, tuple | list) else [output]) if _is_tensor(t)), None
-        )
+        outputs = output if isinstance(output, tuple | list) else [output]
+        first = next(filter(_is_tensor, outputs), None)
         if first is None:
             return
         if inside_backward():
@@ -105,9 +104,8 @@ class Observer:
                     break
         else:
             seen.calls += 1
-            seen.precision = (
-                "fp8" if getattr(module, "fp8", False) is True else _NAMES.get(first.dtype, "fp32")
-            )
+            fp8 = getattr(module, "fp8", False) is True
+            seen.precision = "fp8" if fp8 else _NAMES.get(first.dtype, "fp32")
         # Also in a recompute: under reentrant checkpointing only that one builds a graph.
         seen.dgrad |= any(_is_tensor(t) and t.requires_grad for t in (*args, *kwargs.values()))
         seen.backward |= first.requires_grad

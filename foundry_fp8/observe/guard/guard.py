@@ -221,9 +221,8 @@ class DivergenceGuard(SwitchesOff):
             log.warning("%s: the saved state is of an older guard or other layers; it starts anew.", KEY)
             return
         with readable("guard"):
-            batch, rows, healthy, returns = (
-                int(state[name]) for name in ("batch", "rows", "healthy", "returns")
-            )
+            counts = "batch", "rows", "healthy", "returns"
+            batch, rows, healthy, returns = (int(state[name]) for name in counts)
             events = [dict(event) for event in state["events"]]
             self.schedule.load_state_dict(state["schedule"])
         for name, saved in state["recipes"].items():
