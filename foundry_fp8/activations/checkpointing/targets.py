@@ -135,12 +135,8 @@ def select(model: nn.Module, targets: Targets, policy: Policy, key: str) -> list
         for name, module in modules.items():
             # As in Foundry, the first class that fits decides, also where its blocks leave this one out. A block may hold
             # another of a block's class (Zamba's, a Mamba layer).
-            fits = (
-                c
-                for c, e, _ in by_class
-                if isinstance(module, c) and (e.target != EVERY_BLOCK or name == root)
-            )
-            first = next(fits, None)
+            meant = (c for c, e, _ in by_class if e.target != EVERY_BLOCK or name == root)
+            first = next((c for c in meant if isinstance(module, c)), None)
             hits = [e for cls, e, chosen in by_class if cls is first and index in chosen]
             hits += [e for e, chosen in by_pattern if index in chosen and fnmatch.fnmatchcase(name, e.target)]
             if len(hits) > 1:
@@ -149,7 +145,14 @@ def select(model: nn.Module, targets: Targets, policy: Policy, key: str) -> list
                 )
             if hits:
                 selected.append(Selection(name, hits[0].policy or policy))
-    _check_nested([s.name for s in selected], key)
+    names = [one.name for one in selected]
+    for name in names:
+        outer = next((other for other in names if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise ConfigError(
+                f"{key}: {name} lies inside {outer}, which is checkpointed too: its forward would run three "
+                "times. Select one of them."
+            )
     return selected
 
 
@@ -222,13 +225,3 @@ def _unknown(name: str, present: Mapping[str, type], modules: Sequence[str], key
         f"{', '.join(present)}, and the modules {', '.join(f'*.{n}' for n in names[:12])}"
         f"{', ...' if len(names) > 12 else ''}.{nearest(name, [*present, *names])}"
     )
-
-
-def _check_nested(names: Sequence[str], key: str) -> None:
-    for name in names:
-        outer = next((other for other in names if name.startswith(f"{other}.")), None)
-        if outer is not None:
-            raise ConfigError(
-                f"{key}: {name} lies inside {outer}, which is checkpointed too: its forward would run three "
-                "times. Select one of them."
-            )

@@ -131,9 +131,8 @@ class CompressionReport:
             f"{action} {form}" if form in get_args(Format) else action for _, action, form in self.rows
         )
         rounded = f"rounded to {', '.join(self.lossy)}" if self.lossy else "nothing is rounded"
-        return f"activation compression ({rounded}): " + ", ".join(
-            f"{n} x {what}" for what, n in count.items()
-        )
+        what = ", ".join(f"{n} x {what}" for what, n in count.items())
+        return f"activation compression ({rounded}): {what}"
 
     @property
     def lossy(self) -> tuple[str, ...]:
@@ -180,18 +179,15 @@ def apply_activation_compression(model: nn.Module, **options: Any) -> Compressio
             attached.boundary(name, module, form)
         else:
             attached.target(name, module, form, set(targets) - {name})
-    unfuse_losses = []
-    if config.fuses("loss"):
-        for name, unfuse_loss in fuse_losses(model):
-            rows.append((name, "fused loss", EXACT))
-            unfuse_losses.append(unfuse_loss)
+    losses = list(fuse_losses(model)) if config.fuses("loss") else []
+    rows += [(name, "fused loss", EXACT) for name, _ in losses]
 
     def undo() -> None:
         for compressor in compressors:
             compressor.detach(model)
         for module in model.modules():
             unfuse(module)
-        for unfuse_loss in unfuse_losses:
+        for _, unfuse_loss in losses:
             unfuse_loss()
         forget(model, KEY)
 
@@ -208,10 +204,8 @@ def _targets(model: nn.Module, config: ActivationCompressionConfig) -> dict[str,
             name = clean_name(sub)
             if (name in found and isinstance(found[name][0], CheckpointWrapper)) or not has_forward(module):
                 continue
-            inside = any(
-                isinstance(model.get_submodule(sub[:end]), CheckpointWrapper)
-                for end in (i for i, c in enumerate(sub) if c == ".")
-            )
+            parents = (model.get_submodule(sub[:end]) for end, c in enumerate(sub) if c == ".")
+            inside = any(isinstance(parent, CheckpointWrapper) for parent in parents)
             found[name] = (module, inside)
     if not found:
         raise NoEffect(f"{KEY}: {type(model).__name__} has no list of transformer blocks.")

@@ -49,13 +49,8 @@ _ATTENTION = (
     "ScaledDotProductFlashAttention", "ScaledDotProductFlashAttentionForCpu", "ScaledDotProductEfficientAttention",
     "ScaledDotProductCudnnAttention", "ScaledDotProductFusedAttentionOverrideable", "FlashAttention", "EfficientAttention",
 )  # fmt: skip
-_FLASH_ATTENTION = (
-    "Func",
-    "KVPackedFunc",
-    "QKVPackedFunc",
-    "VarlenFunc",
-    "VarlenKVPackedFunc",
-    "VarlenQKVPackedFunc",
+_FLASH_ATTENTION = tuple(
+    f"{v}{packed}Func" for v in ("", "Varlen") for packed in ("", "KVPacked", "QKVPacked")
 )
 
 _KNOWN = {

@@ -91,9 +91,8 @@ class SavedBytes:
     left_out: int = 0
 
     def __add__(self, other: SavedBytes) -> SavedBytes:
-        return SavedBytes(
-            *(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(SavedBytes))
-        )
+        names = (field.name for field in dataclasses.fields(SavedBytes))
+        return SavedBytes(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 @dataclasses.dataclass(eq=False)

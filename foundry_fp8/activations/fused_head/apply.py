@@ -218,9 +218,8 @@ def _check_head(model: nn.Module, name: str, head: nn.Module) -> None:
         raise ConfigError(
             f"{KEY}: {name} runs in FP8, whose scales are those of whole tensors. Leave it out of algorithms.fp8.include."
         )
-    if not isinstance(head, nn.Linear | nn.Embedding) and not isinstance(
-        head._modules.get("base_layer"), nn.Linear
-    ):
+    adapted = isinstance(head._modules.get("base_layer"), nn.Linear)
+    if not adapted and not isinstance(head, nn.Linear | nn.Embedding):
         raise ConfigError(
             f"{KEY}.head: {name} is a {own_class(head).__name__}. It takes a linear, with or without LoRA."
         )

@@ -101,9 +101,8 @@ class DeferredLogits:
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DeferredLogits:
         """As a tensor's."""
-        return self.view(
-            torch.empty(self.shape, dtype=torch.float32, device="meta").flatten(start_dim, end_dim).shape
-        )
+        whole = torch.empty(self.shape, dtype=torch.float32, device="meta")
+        return self.view(whole.flatten(start_dim, end_dim).shape)
 
     def _step(self, name: str, number: Any = 0.0) -> DeferredLogits:
         taken = (*self.taken, (name, number))
@@ -138,9 +137,8 @@ class DeferredLogits:
             return args[0]._step("tanh")
         found = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls))
         if func is F.cross_entropy:
-            return found._cross_entropy(
-                *args[1:], **{k: v for k, v in (kwargs or {}).items() if k != "input"}
-            )
+            options = {name: value for name, value in (kwargs or {}).items() if name != "input"}
+            return found._cross_entropy(*args[1:], **options)
         raise found._refusal(f"calls {getattr(func, '__name__', func)} on its logits")
 
     def _cross_entropy(
