@@ -26,7 +26,7 @@ from foundry_fp8.model_structure.selection import check_patterns_match, matches
 from foundry_fp8.numerics.recipes import DelayedScaling, Recipe
 from foundry_fp8.surgery.attention_hosts import HOSTS, AttentionHost
 from foundry_fp8.surgery.attention_inputs import BatchMasks
-from foundry_fp8.surgery.report import SurgeryRow
+from foundry_fp8.surgery.report import Action, SurgeryRow
 
 __all__ = ["AttentionPlan", "FP8AttentionState", "check_attention_recipe", "plan_attention"]
 
@@ -112,12 +112,8 @@ def plan_attention(
     """
     check_attention_recipe(runner, recipe, grad_scores, key)
     attention_recipe = cast(AttentionRecipe, recipe)
-    found = [
-        (name, module, host)
-        for name, module in model.named_modules()
-        for host in HOSTS
-        if host.recognises(module)
-    ]
+    modules = list(model.named_modules())
+    found = [(name, module, host) for name, module in modules for host in HOSTS if host.recognises(module)]
     names = [name for name, _, _ in found]
     check_patterns_match(exclude, names, f"{key}.exclude", "attention modules")
     blocks = transformer_blocks(model)
@@ -138,13 +134,9 @@ def plan_attention(
             converted[name] = FP8DotProductAttention(
                 fqn=name, recipe=attention_recipe, backend=runner, evaluate=evaluate, grad_scores=grad_scores
             )
-        rows.append(
-            SurgeryRow(
-                name=name,
-                action="converted" if reason is None else "skipped",
-                reason=f"{runs}, in a {host.name} attention" if reason is None else reason,
-            )
-        )
+        became = f"{runs}, in a {host.name} attention"
+        action: Action = "converted" if reason is None else "skipped"
+        rows.append(SurgeryRow(name=name, action=action, reason=reason or became))
     if not converted:
         said = "; ".join(f"{row.name}: {row.reason}" for row in rows[:3])
         raise ConfigError(

@@ -96,11 +96,8 @@ class BatchMasks:
             return None
         # A batch may name documents to a model that does not keep them apart.
         named = (self._documents,) if self._made_by_user else (self._documents, None)
-        candidates = [
-            dataclasses.replace(alone, documents=documents)
-            for documents in dict.fromkeys(named)
-            if documents is not None or not self._made_by_user
-        ]
+        meant = (one for one in dict.fromkeys(named) if one is not None or not self._made_by_user)
+        candidates = [dataclasses.replace(alone, documents=documents) for documents in meant]
         given = (padding is None, self._padding is None, self._documents is None, self._made_by_user)
         kind = (alone.causal, alone.window, dense.dtype, dense.dim(), given)
         if kind in self._answers and self.defers(dense.device):

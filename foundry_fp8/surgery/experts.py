@@ -64,9 +64,8 @@ def expert_weights(model: nn.Module) -> dict[str, ExpertWeights]:
     seen: set[int] = set()
     containers = [(n, m) for n, m in model.named_modules() if expert_count(n, m) and not isinstance(m, nn.ModuleList | nn.ModuleDict)]  # fmt: skip
     for name, module in containers:
-        own = [
-            (n, p) for n, p in module.named_parameters() if id(p) not in seen and (is_lazy(p) or p.dim() > 1)
-        ]
+        new = ((n, p) for n, p in module.named_parameters() if id(p) not in seen)
+        own = [(n, p) for n, p in new if is_lazy(p) or p.dim() > 1]
         holders = {n.rpartition(".")[0] for n, _ in own}
         if any(isinstance(module.get_submodule(holder), nn.Linear) for holder in holders):
             continue
@@ -102,10 +101,8 @@ def put_in_place(layers: Mapping[str, FP8GroupedLinear], weights: Mapping[str, E
 def _form_of(module: nn.Module) -> tuple[type[ExpertsForm] | None, str]:
     """The form of ``module``, or why it has none."""
     if type(module).__module__.startswith("megablocks."):
-        return (
-            None,
-            "Megablocks' experts multiply in kernels of their own; ffn_type: torch_dmoe trains them in FP8",
-        )
+        own = "Megablocks' experts multiply in kernels of their own; ffn_type: torch_dmoe trains them in FP8"
+        return None, own
     if any("forward" in vars(m) or hasattr(m, "parametrizations") for m in module.modules()):
         return (
             None,
@@ -145,9 +142,8 @@ def _same(module: nn.Module, form: type[ExpertsForm]) -> bool:
         theirs = copy.deepcopy(ours)
         weights = _matrices(ours, form)
         nobody: Any = None
-        _take_form(
-            ours, form, {part: _in_high_precision(part, w.shape, nobody) for part, w in weights.items()}
-        )
+        layers = {part: _in_high_precision(part, w.shape, nobody) for part, w in weights.items()}
+        _take_form(ours, form, layers)
         hidden = next(iter(weights.values())).shape[2]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             inputs = _inputs(form, hidden, random)

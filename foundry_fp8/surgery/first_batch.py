@@ -187,9 +187,8 @@ def as_run(report: SurgeryReport, trace: ForwardTrace) -> tuple[SurgeryReport, l
             if product is not None:
                 action, why = "skipped", f"{kind_of(product.by)} multiplies by its weight itself"
             idle.setdefault((trace.kind_of(row.name), why), []).append(row.name)
-            return dataclasses.replace(
-                row, action=action, reason=f"converted, but {why}", precision=precision
-            )
+            reason = f"converted, but {why}"
+            return dataclasses.replace(row, action=action, reason=reason, precision=precision)
         if row.name in trace.not_multiplied:
             return dataclasses.replace(row, action="unused", reason="used otherwise than in a product")
         return dataclasses.replace(row, precision=precision)

@@ -148,9 +148,8 @@ class FP8Config(Config):
             )
         if not isinstance(self.recipe, Recipe | Measured | str) and tuple(self.include) != ("*",):
             raise ConfigError(f"{KEY}.include: the rules of {KEY}.recipe name what they convert. Remove it.")
-        whole = [
-            o for o in ("attention", "frozen_weights") if getattr(self, o) not in (False, "high_precision")
-        ]
+        of_run = "attention", "frozen_weights"
+        whole = [name for name in of_run if getattr(self, name) not in (False, "high_precision")]
         if whole and self.policy(torch.device("cpu")).moments:
             raise ConfigError(
                 f"{KEY}.{whole[0]}: it is for the whole run; rules have from or until. Remove one."
@@ -161,12 +160,8 @@ class FP8Config(Config):
         """The key of a rule with a GEMM beside FP8, other than wgrad in high precision."""
         rules = self.policy(torch.device("cpu")).rules
         plain = {"wgrad": HIGH_PRECISION}.items()
-        beside = (
-            key
-            for key, rule in rules.items()
-            if any(how != "fp8" for how in dict(rule.gemms.items() - plain).values())
-        )
-        return next(beside, False)
+        beside = {key: dict(rule.gemms.items() - plain).values() for key, rule in rules.items()}
+        return next((key for key, how in beside.items() if {*how} - {"fp8"}), False)
 
     @property
     def runs_unit(self) -> bool:

@@ -66,9 +66,8 @@ def plan_fusion(model: nn.Module, converted: Mapping[str, FP8Linear]) -> FusionP
 
 def _what_it_is(module: nn.Module) -> tuple[object, ...]:
     """Equal for modules that compute the same function of their parameters, as far as their attributes tell."""
-    plain = sorted(
-        (k, v) for k, v in vars(module).items() if isinstance(v, int | float | str) and k != "training"
-    )
+    own = {name: value for name, value in vars(module).items() if name != "training"}
+    plain = sorted((name, value) for name, value in own.items() if isinstance(value, int | float | str))
     children = [(n, type(m), str(m)) for n, m in module._modules.items()]
     parts = [(n, None if p is None else tuple(p.shape)) for n, p in module._parameters.items()]
     return type(module), str(plain), str(children), str(parts), "forward" in vars(module)

@@ -39,16 +39,14 @@ class Policy:
     @property
     def recipes(self) -> tuple[Recipe, ...]:
         """The FP8 recipes, each once."""
-        return tuple(
-            dict.fromkeys(rule.recipe for rule in self.rules.values() if isinstance(rule.recipe, Recipe))
-        )
+        named = (rule.recipe for rule in self.rules.values())
+        return tuple(dict.fromkeys(recipe for recipe in named if isinstance(recipe, Recipe)))
 
     @property
     def globs(self) -> tuple[str, ...]:
         """The patterns of the rules of FP8 recipes."""
-        return tuple(
-            glob for rule in self.rules.values() if rule.recipe != HIGH_PRECISION for glob in rule.globs
-        )
+        fp8 = (rule for rule in self.rules.values() if rule.recipe != HIGH_PRECISION)
+        return tuple(glob for rule in fp8 for glob in rule.globs)
 
     @property
     def moments(self) -> list[Moment]:
@@ -87,11 +85,8 @@ class Policy:
             ConfigError: They are all blocks of the model.
         """
         alone = Rule(recipe=HIGH_PRECISION)
-        rules = {
-            k: r
-            for k, r in self.rules.items()
-            if r.blocks is not None and dataclasses.replace(r, blocks=None) == alone
-        }
+        of_blocks = {key: rule for key, rule in self.rules.items() if rule.blocks is not None}
+        rules = {k: r for k, r in of_blocks.items() if dataclasses.replace(r, blocks=None) == alone}
         kept = {index for key, rule in rules.items() for index in _blocks(model, rule, key)}
         count = sum(map(len, transformer_stacks(model)))
         if rules and len(kept) == count:

@@ -150,13 +150,10 @@ class SurgeryReport:
 
     def policy_table(self) -> str:
         """The same with the recipe of each GEMM, and the rule that says it or the reason why not."""
-        rows = {
-            row.name: (
-                *(row.gemms.get(gemm, "high_precision") for gemm in GEMMS),
-                row.rule if row.gemms else row.reason,
-            )
-            for row in self.rows
-        }
+        rows = {}
+        for row in self.rows:
+            runs = (row.gemms.get(gemm, "high_precision") for gemm in GEMMS)
+            rows[row.name] = (*runs, row.rule if row.gemms else row.reason)
         return as_text(("weight of", *GEMMS, "because"), _merged(rows))
 
     def to_dict(self) -> dict[str, object]:
@@ -165,10 +162,9 @@ class SurgeryReport:
         As text it is shorter than the 6,000 characters that MLflow keeps of a parameter.
         """
         rows, attention = merged_rows(self.rows), merged_rows(self.attention)
+        each = [recipe.to_dict() for recipe in self.recipes]
         found: dict[str, object] = {
-            "recipe": self.recipe.to_dict()
-            if len(self.recipes) == 1
-            else {"name": self.recipe_names, "recipes": [recipe.to_dict() for recipe in self.recipes]},
+            "recipe": each[0] if len(each) == 1 else {"name": self.recipe_names, "recipes": each},
             "backend": self.backend,
             "chosen": self.chosen,
             "converted": len(self.converted),
