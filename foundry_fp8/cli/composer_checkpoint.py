@@ -35,14 +35,6 @@ class TrainedModel:
     dtype: str
 
 
-class _Named(nn.Module):
-    """Gives the parameters the names that Composer's model gave them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-
 def read_checkpoint(path: Path, *, trust: bool = False) -> TrainedModel:
     """Build the model of an unsharded checkpoint and convert it as ``algorithms.fp8`` did.
 
@@ -136,24 +128,23 @@ def _build(state: dict[str, Any], path: Path) -> nn.Module:
 
             model = MPTForCausalLM(MPTConfig(**{**values, "init_device": "meta"}))
             model.config.init_device = values.get("init_device", "cpu")
-            whole: nn.Module = model
-            return whole
+            return model
         try:
             config = transformers.CONFIG_MAPPING[name].from_dict(values)
-            built: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+            return transformers.AutoModelForCausalLM.from_config(config)
         except (KeyError, ValueError) as error:
             raise ConfigError(
                 f"{path}: its model_type {name} is none that transformers builds a causal language model of. Load it yourself, "
                 "convert it (apply_fp8, FP8State.load_state_dict), and call export_fp8."
             ) from error
-    return built
 
 
 def _convert(model: nn.Module, fp8: dict[str, Any], weights: dict[str, Any]) -> nn.Module:
     from foundry_fp8.layers.state import FP8State
     from foundry_fp8.surgery.apply import apply_fp8
 
-    root = _Named(model)
+    root = nn.Module()
+    root.add_module("model", model)  # parameters are called as in Composer's model
     mismatch = root.load_state_dict(weights, strict=False, assign=True)
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     missing = [name for name in mismatch.missing_keys if name.removeprefix("model.") not in tied]

@@ -135,10 +135,8 @@ def _stack(found: dict[str, Any]) -> Table:
         said = escape(value) if value else "[dim]none[/dim]"
         table.add_row(key, f"{said} [yellow]({note})[/yellow]" if note else said)
     te = found["transformer_engine"]
-    state = (
-        te["version"] if te["ok"] else f"[yellow]no[/yellow]: {escape(te['reason'])}. {escape(te['remedy'])}"
-    )
-    table.add_row("transformer_engine", state)
+    missing = f"[yellow]no[/yellow]: {escape(te['reason'])}. {escape(te['remedy'])}"
+    table.add_row("transformer_engine", te["version"] if te["ok"] else missing)
     return table
 
 

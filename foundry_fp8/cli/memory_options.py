@@ -68,8 +68,5 @@ def cached_weights(model: Any) -> str:
     elements = sum(m.weight.numel() for m in model.modules() if isinstance(m, FP8Linear))
     if cached == "auto":
         return f"fp8.cache_weights: auto keeps {format_bytes(elements)} more, from forward to backward, only where they are left over\n"
-    return (
-        f"fp8.cache_weights: true keeps {format_bytes(2 * elements)} more than the plan counts\n"
-        if cached
-        else ""
-    )
+    said = f"fp8.cache_weights: true keeps {format_bytes(2 * elements)} more than the plan counts\n"
+    return said if cached else ""

@@ -61,9 +61,8 @@ def communication(
     constants = _override(NETWORKS[network], set_ or [])
     if parameters is not None:
         counts = counts_of(gpus)
-        work = Workload(
-            parameters=parameters, units=32, tokens=8192 if tokens is None else tokens, width=4096
-        )
+        tokens = 8192 if tokens is None else tokens
+        work = Workload(parameters=parameters, units=32, tokens=tokens, width=4096)
     elif yaml is not None:
         config = read_yaml(yaml, trust=trust)
         model = build_yaml_model(config, "meta")
@@ -90,9 +89,8 @@ def communication(
     typer.echo(left_out, nl=bool(left_out))
     header = f"{'GPUs':>6} {'layout':16} {'wire':10} {'comm ms':>9} {'exposed ms':>11} {'efficiency':>10} {'GB a GPU':>9}"
     typer.echo(header)
-    shortest = {
-        row["gpus"]: row for row in sorted(rows, key=lambda row: (row["fits"], -float(row["step_ms"])))
-    }
+    best_last = sorted(rows, key=lambda row: (row["fits"], -float(row["step_ms"])))
+    shortest = {row["gpus"]: row for row in best_last}
     for row in rows:
         typer.echo(
             f"{row['gpus']:>6} {row['layout']:16} {row['wire']:10} {row['communication_ms']:9.1f} "
@@ -125,12 +123,9 @@ def _divided(
 
 def counts_of(text: str) -> list[int]:
     """The numbers of GPUs that ``64..16384`` or ``8,64`` names; a :class:`ConfigError` for another text."""
-    ends, listed = (
-        re.fullmatch(r"([0-9]{1,9})\.\.([0-9]{1,9})", text),
-        re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text),
-    )
-    if listed:
+    if re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text):
         return [int(part) for part in text.split(",")]
+    ends = re.fullmatch(r"([0-9]{1,9})\.\.([0-9]{1,9})", text)
     if not ends:
         raise ConfigError(f"--gpus: {text!r} is not like 64..16384 or 64,512.")
     low, high = int(ends[1]), int(ends[2])
@@ -172,10 +167,8 @@ def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None
     if tokens is None and not isinstance(microbatch, int):
         raise ConfigError(f"device_train_microbatch_size: {microbatch!r} is not a number; give --tokens.")
     run = run_of(config)
-    attention = sum(
-        shape.forward_flops(attended_pairs(length, shape.window, shape.causal))
-        for shape in attention_shapes(model)
-    )
+    shapes = attention_shapes(model)
+    attention = sum(s.forward_flops(attended_pairs(length, s.window, s.causal)) for s in shapes)
     parameters = sum(p.numel() for p in model.parameters())
     gathered, reduced = wire_bytes(run)
     return Workload(

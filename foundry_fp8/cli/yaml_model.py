@@ -93,9 +93,8 @@ def _code_in(value: Any) -> list[str]:
     if isinstance(value, Mapping | list):
         parts = value.values() if isinstance(value, Mapping) else value
         return [file for one in parts for file in _code_in(one)]
-    files = (
-        sorted(Path(value).glob("*config.json")) if isinstance(value, str) and os.path.isdir(value) else []
-    )
+    folder = isinstance(value, str) and os.path.isdir(value)
+    files = sorted(Path(value).glob("*config.json")) if folder else []
     return [str(file) for file in files if "auto_map" in file.read_text(encoding="utf-8", errors="replace")]
 
 
@@ -158,8 +157,7 @@ def build_yaml_model(config: dict[str, Any], init_device: str) -> Any:
     for size in SIZES:
         if isinstance(options.get(size), int | float):
             accept(Positive, options[size], f"model.{size}")
-    tokenizer = None
-    known = None
+    tokenizer = known = None
     if name == "hf_causal_lm":
         known = MODEL_SHAPES.get(str(options.get("pretrained_model_name_or_path")))
         options["pretrained"] = False  # its default is true, and a folder may hold a config.json alone
