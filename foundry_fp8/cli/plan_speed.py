@@ -37,16 +37,21 @@ def speed(
     mfu: Annotated[
         float | None, typer.Option(help="Of your own BF16 run on few GPUs, as mfu_monitor logs it; 0.4 where it is not given.")
     ] = None,
+    largest_microbatch: Annotated[
+        bool, typer.Option("--largest-microbatch", help="Find by dry runs the most sequences that fit on the fewest of the GPUs, without and with activation_compression: minutes.")
+    ] = False,
     trust: Trust = False,
 ) -> None:  # fmt: skip
     """Print how much faster FP8 is, by recipe and number of GPUs, with a range, and which layers gain nothing."""
     with quiet():
-        lines = _lines(yaml, gpu_named(gpu), counts_of(gpus) if gpus else None, network, tokens, mfu, trust)
+        counts = counts_of(gpus) if gpus else None
+        lines = _lines(yaml, gpu_named(gpu), counts, network, tokens, mfu, largest_microbatch, trust)
     typer.echo("\n".join(lines))
 
 
 def _lines(
-    yaml: Path, name: str, given: list[int] | None, network: str | None, tokens: int | None, mfu: float | None, trust: bool
+    yaml: Path, name: str, given: list[int] | None, network: str | None, tokens: int | None, mfu: float | None,
+    largest: bool, trust: bool,
 ) -> list[str]:  # fmt: skip
     from foundry_fp8.numerics.recipes import RECIPES
     from foundry_fp8.planning.speed import USUAL_MFU
@@ -91,4 +96,9 @@ def _lines(
     linears, left = gains(report, plan.gpu)
     kinds = {kind_of(layer): f"{kind_of(layer)}: {why}" for layer, why in left.items()}
     lines += ["", f"{linears - len(left)} of {linears} linears gain from {report.recipe.name}"]
-    return [*lines, *kinds.values()]
+    lines += kinds.values()
+    if largest:
+        from foundry_fp8.cli.largest_microbatch import largest_microbatches
+
+        lines += ["", *largest_microbatches(plan, min(counts), network=network, mfu=mfu)]
+    return lines

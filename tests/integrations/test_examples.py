@@ -106,5 +106,5 @@ def test_each_example_is_the_code_of_its_page():
         for page in docs.glob("*.md")
         for n in re.findall(r"`(?:python )?examples/(\w+\.py)", page.read_text())
     }
-    assert {"largest_microbatch.py", "published_runs.py"} <= named
+    assert "published_runs.py" in named
     assert shown == {path.name for path in EXAMPLES.glob("*.py")} - named

@@ -1,16 +1,11 @@
-"""The largest microbatch that fits, by dry runs of a YAML's step: in BF16 and in FP8, with and without compressed activations.
-
-python examples/largest_microbatch.py run.yaml --gpu h100 --gpus 8
-"""
+"""The largest microbatch that fits, by dry runs of a YAML's step: in BF16 and in FP8, with and without compressed activations."""
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +21,8 @@ from foundry_fp8.backends.size_rule import rates_of
 from foundry_fp8.cli.cluster import cluster_of, limit_of
 from foundry_fp8.cli.plan_communication import workload_of
 from foundry_fp8.cli.plan_memory import convert, fake, step_of, without_flash
-from foundry_fp8.cli.predicted import planned
-from foundry_fp8.cli.quiet import quiet
-from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of, read_yaml
+from foundry_fp8.cli.predicted import PlannedRun
+from foundry_fp8.cli.yaml_model import build_yaml_model, optimizer_bytes_of
 from foundry_fp8.cli.yaml_run import run_of
 from foundry_fp8.config import ConfigError, parse_bytes
 from foundry_fp8.gpus import GPUS
@@ -36,27 +30,36 @@ from foundry_fp8.planning.memory.cluster import Cluster, on_cluster
 from foundry_fp8.planning.memory.cost_model import CostModel
 from foundry_fp8.planning.memory.flash_bytes import hold_flash_bytes
 from foundry_fp8.planning.memory.planner import measure_as_it_is
-from foundry_fp8.run.settings import Run
+
+__all__ = ["largest_microbatches", "largest_that_fits"]
 
 CPU = torch.device("cpu")
 MOST = 2**16
 """Sequences, where the YAML does not say how many a step has."""
 
 
-def largest_lines(
-    config: dict[str, Any], run: Run, gpu: str, rate: Callable[[bool, int, float], float]
-) -> Iterator[str]:
-    """A table: for BF16 and FP8, by what is compressed, the largest microbatch of the YAML's run with its shards and checkpoints.
+def largest_microbatches(plan: PlannedRun, gpus: int, *, network: str, mfu: float | None) -> Iterator[str]:
+    """A table: for BF16 and FP8, by what is compressed, the largest microbatch of a planned run with its shards and checkpoints.
 
     Args:
-        config: The YAML, resolved.
-        run: On as many ranks as are planned, converted.
-        gpu: Whose memory there is.
-        rate: Tokens a second of a GPU, in FP8 or not, with microbatches of so many sequences that take so many seconds each to compress.
+        plan: The YAML's run.
+        gpus: How many of them.
+        network: Between nodes.
+        mfu: Of the BF16 run.
 
     Raises:
         ConfigError: Checkpoints that a budget chooses, or that move to host memory.
     """
+    config, gpu, fp8 = dict(plan.config), plan.name, plan.fp8
+    recipe = plan.report.recipe if fp8.recipe == "auto" else fp8.recipe  # of the GPU, not of this machine
+    run = dataclasses.replace(run_of(config, gpus), fp8=dataclasses.replace(fp8, enabled=True, recipe=recipe))
+
+    def rate(converts: bool, sequences: int, seconds: float) -> float:
+        asked = {**plan.config, "device_train_microbatch_size": sequences}
+        work, recipe = workload_of(asked, plan.model), plan.report.recipe if converts else None
+        plain = dataclasses.replace(plan, config=asked).speed(work, gpus, recipe, network=network, mfu=mfu)[0]
+        return 1 / (1 / plain + seconds / config["max_seq_len"])  # compressing hides behind nothing
+
     own = run.activation_checkpointing
     if own is not None and (own.budget is not None or own.offload or own.policy == "offload"):
         raise ConfigError(
@@ -68,8 +71,8 @@ def largest_lines(
     limit = parse_bytes(limit_of(gpu), "--gpu")
     most = max(1, total // run.ranks) if isinstance(total, int) else MOST
     yield f"largest microbatch in {limit / 1e9:.0f} GB, on {run.ranks} GPUs, of at most {most} sequences"
-    yield f"{'':10} {'compression':12} {'sequences':>9} {'GB':>7} {'tokens/s a GPU':>15}"
-    config = dict(config)
+    yield f"{'':10} {'compression':12} {'sequences':>9} {'GB':>7} {'tokens/s a GPU':>15}  over the first"
+    first = 0.0
     stand_in, packs = without_flash(config), run.activation_compression or ActivationCompressionConfig()
     for label, converts in (("BF16", None), ("FP8", run.fp8)):
         model = build_yaml_model(config, "meta")
@@ -99,7 +102,9 @@ def largest_lines(
         for kind, sequences, peak, seconds in found:  # outside of the fake mode
             said = f"  one takes {(peak - limit) / 1e9:.1f} GB too many"
             if sequences:
-                said = f"{rate(converts is not None, sequences, max(seconds - plain, 0.0)):15.0f}"
+                tokens = rate(converts is not None, sequences, max(seconds - plain, 0.0))
+                first = first or tokens
+                said = f"{tokens:15.0f}  {tokens / first:.2f}"
             yield f"{label:10} {kind:12} {sequences:9d} {peak / 1e9:7.1f} {said}"
 
 
@@ -127,31 +132,3 @@ def largest_that_fits(held: Callable[[int], tuple[int, float]], limit: int, most
     if most < 3 or held(most)[0] <= limit:
         return most
     return bisect.bisect_left(range(1, most), True, key=lambda n: held(n)[0] > limit)
-
-
-def table(yaml: Path, gpu: str = "h100", gpus: int = 8, mfu: float | None = None) -> Iterator[str]:
-    """:func:`largest_lines` of a YAML's run on so many GPUs; ``mfu`` is that of its BF16 run."""
-    config = read_yaml(yaml, trust=True)
-    run, plan = run_of(config, gpus), planned(config, gpu)
-    fp8, report = plan.fp8, plan.report
-
-    def rate(converts: bool, sequences: int, seconds: float) -> float:
-        asked = {**config, "device_train_microbatch_size": sequences}
-        work, recipe = workload_of(asked, plan.model), report.recipe if converts else None
-        there = dataclasses.replace(plan, config=asked)
-        plain = there.speed(work, gpus, recipe, mfu=mfu)[0]
-        return 1 / (1 / plain + seconds / config["max_seq_len"])  # compressing hides behind nothing
-
-    recipe = report.recipe if fp8.recipe == "auto" else fp8.recipe  # of the GPU, not of this machine
-    fp8 = dataclasses.replace(fp8, enabled=True, recipe=recipe)
-    yield from largest_lines(config, dataclasses.replace(run, fp8=fp8), gpu, rate)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("yaml", type=Path)
-    parser.add_argument("--gpu", default="h100", choices=[name for name in GPUS if GPUS[name].recipe])
-    parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--mfu", type=float)
-    with quiet():
-        print(*table(**vars(parser.parse_args())), sep="\n")
