@@ -69,6 +69,20 @@ def test_runs_differ_in_the_recipe_alone_and_are_compared(demo, tmp_path):
     assert "current" in output and "high-precision" in output
 
 
+def test_runs_train_side_by_side_and_start_one_after_the_other(demo, tmp_path):
+    """streaming 0.12.0 and 0.13.0 look for a free name of shared memory and take it later: who starts at the same time gets an error."""
+    names = ("high-precision", "current", "mxfp8")
+    seen = "(folder / 'seen').write_text(' '.join(p.parent.name + ' ' + p.name for p in folder.parent.glob('*/*')))"
+    before = TRAINS.replace("shutil", f"{seen}; time.sleep(0.5); shutil")
+    script = f"import time; {before}; time.sleep(2); (folder / 'ended').touch()"
+    code, output = demo(dict.fromkeys(names, script), "--steps", "8", "--recipes", "current,mxfp8")
+    assert code == 0, output
+    for i, name in enumerate(names):
+        found = (tmp_path / "out/runs" / name / "seen").read_text()
+        assert [other for other in names if f"{other} run_log.jsonl" in found] == [*names[:i]]
+    assert "ended" not in (tmp_path / "out/runs" / names[1] / "seen").read_text()
+
+
 def test_a_run_that_fails_is_shown_and_the_others_are_reported(demo, tmp_path):
     code, output = demo({"current": FAILS}, "--steps", "8", "--recipes", "current,mxfp8")
     assert code == 1
