@@ -162,6 +162,7 @@ def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None
 
     from foundry_fp8.model_structure.blocks import transformer_blocks
     from foundry_fp8.observe.flops.attention import attended_pairs, attention_shapes
+    from foundry_fp8.observe.flops.gemms import gemms_of
 
     microbatch, length = config.get("device_train_microbatch_size"), config["max_seq_len"]
     if tokens is None and not isinstance(microbatch, int):
@@ -175,6 +176,7 @@ def workload_of(config: Mapping[str, Any], model: Any, tokens: int | None = None
         parameters=float(parameters),
         units=max(1, len(transformer_blocks(model))),
         tokens=microbatch * length if tokens is None else tokens,
+        idle=sum((1 - gemm.share) * gemm.in_features * gemm.out_features for gemm in gemms_of(model)),
         attention_flops=3 * attention / length,
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad) / parameters,
         sharding="SHARD_GRAD_OP" if sharding_of(run.fsdp) == "SHARD_GRAD_OP" else "FULL_SHARD",

@@ -138,3 +138,16 @@ def test_a_yaml_s_tensor_parallelism_is_planned_as_if_it_shared_every_matrix():
     assert ours.exit_code == 0, ours.output
     assert "as if 2 GPUs shared every matrix" in ours.output
     assert "FSDP 1x32 TP 2" in ours.output and ours.output == alone.output  # the YAML says how many
+
+
+@pytest.mark.integration
+def test_a_token_passes_its_own_experts():
+    """DBRX's shape: 132 billion parameters, 36 billion active on any input (Databricks' announcement of DBRX, 2024-03-27)."""
+    pytest.importorskip("llmfoundry")
+    config = read_yaml(Path(__file__).parents[2] / "yamls/pretrain/moe-132b.yaml")
+    work = workload_of(config, build_yaml_model(config, "meta"))
+    assert work.parameters == pytest.approx(132e9, rel=0.01)
+    assert work.parameters - work.idle == pytest.approx(36e9, rel=0.02)
+    assert work.flops == pytest.approx(
+        6 * 36.5e9 * work.tokens + work.attention_flops * work.tokens, rel=0.01
+    )

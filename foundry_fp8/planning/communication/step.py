@@ -53,8 +53,10 @@ class Workload(Config):
     """FSDP units: transformer blocks, as a rule."""
     tokens: Positive
     """Tokens a GPU and step."""
+    idle: Annotated[float, at_least(0)] = 0.0
+    """Of the parameters: those of experts that a token does not pass. They are gathered and reduced, and multiply nothing."""
     attention_flops: Annotated[float, at_least(0)] = 0.0
-    """Of attention's two GEMMs, forward and backward, a token; the rest are ``6 * parameters``, 4 of those that are frozen."""
+    """Of attention's two GEMMs, forward and backward, a token; the rest are ``6 * (parameters - idle)``, 4 of those that are frozen."""
     repeated: Share = 0.0
     """What checkpoints run again in the backward, over the model's FLOPs; MFU does not count it."""
     trained: Share = 1.0
@@ -85,12 +87,13 @@ class Workload(Config):
     @property
     def flops(self) -> float:
         """Of the model, a GPU and step."""
-        return ((4 + 2 * self.trained) * self.parameters + self.attention_flops) * self.tokens
+        passed = self.parameters - self.idle
+        return ((4 + 2 * self.trained) * passed + self.attention_flops) * self.tokens
 
     @property
     def forward_flops(self) -> float:
         """Of these, before the backward."""
-        return (2 * self.parameters + self.attention_flops / 3) * self.tokens
+        return (2 * (self.parameters - self.idle) + self.attention_flops / 3) * self.tokens
 
 
 @dataclasses.dataclass(frozen=True)
