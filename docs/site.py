@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +56,23 @@ def _code(match: re.Match[str]) -> str:
 
 
 def _commands() -> str:
-    command = ["-m", "typer", "foundry_fp8.cli.main", "utils", "docs", "--name", "foundry-fp8"]
-    return subprocess.run(
-        [sys.executable, *command], check=True, capture_output=True, text=True, cwd=ROOT
-    ).stdout
+    """The help of every command, each with its options: imported here, as nothing asks for it."""
+    from typer import Context
+    from typer.cli import get_docs_for_click
+    from typer.main import get_command
+
+    from foundry_fp8.cli.main import COMMANDS, app, imported
+
+    def whole(name: str, group: Any) -> Any:
+        group.commands = {one: imported(file, one) for one, (file, _) in COMMANDS[name].items()}
+        for one, (_, text) in COMMANDS[name].items():
+            group.commands[one].short_help = text
+        if "plan" in group.commands:
+            whole("plan", group.commands["plan"])
+        return group
+
+    group = whole("foundry-fp8", get_command(app))
+    return get_docs_for_click(obj=group, ctx=Context(group, info_name="foundry-fp8"), name="foundry-fp8")
 
 
 def _logged() -> str:
@@ -106,7 +117,7 @@ def _gpus() -> str:
     rows = [
         (name, f"{gpu.memory_bytes / 1e9:.0f} GB", gpu.recipe or "none: no FP8") for name, gpu in GPUS.items()
     ]
-    return _table("| `--hardware` | Memory | `recipe: auto` |", rows)
+    return _table("| `--gpu`; with a number `--hardware`: `h100x8` | Memory | `recipe: auto` |", rows)
 
 
 TABLES = {"clashes": _clashes, "gpus": _gpus, "left_out": _left_out}

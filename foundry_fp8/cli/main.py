@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 import foundry_fp8
 from foundry_fp8.config import ConfigError
 
-__all__ = ["COMMANDS", "app"]
+__all__ = ["COMMANDS", "app", "imported"]
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "foundry-fp8": {
@@ -54,7 +54,7 @@ class _Group(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command itself, once it is asked for."""
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command if name is None else _command(COMMANDS[self.name or ""][name][0], name), rest
+        return name, command if name is None else imported(COMMANDS[self.name or ""][name][0], name), rest
 
     def invoke(self, ctx: Any) -> Any:
         """An error of what was given is one sentence, and exit status 2."""
@@ -69,7 +69,8 @@ class _Group(TyperGroup):
             raise typer.Exit(2) from error
 
 
-def _command(file: str, name: str) -> Any:
+def imported(file: str, name: str) -> Any:
+    """The command of that name, with its options."""
     if not file:
         return typer.main.get_command(_PLAN)
     one = typer.Typer(add_completion=False, **_PLAIN)

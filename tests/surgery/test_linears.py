@@ -1,5 +1,6 @@
 import copy
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -154,6 +155,22 @@ def test_patterns_and_kept_blocks_choose():
     assert report.converted == ["blocks.1.up"]
     assert "include does not name it" in report.skipped["shared"]
     assert "exclude leaves it in high precision" in report.skipped["blocks.1.down"]
+
+
+@pytest.mark.parametrize("pattern", ["*.down", "*.down.base_layer", "*.1.down"])
+def test_patterns_name_what_peft_adapts_as_the_plain_model_does(pattern):
+    """PEFT puts ``base_layer`` behind the name of every linear that it adapts."""
+
+    def adapted():
+        return peft.get_peft_model(Model(), peft.LoraConfig(target_modules=["down", "up"]))
+
+    rows = foundry_fp8.apply_fp8(adapted(), recipe="current", exclude=[pattern]).rows
+    left = {row.name for row in rows if row.name.endswith("down.base_layer") and row.action != "converted"}
+    assert len(left) == (1 if ".1." in pattern else 4)
+    model = adapted()
+    foundry_fp8.apply_fp8(model, recipe=[{"modules": pattern, "recipe": "block"}, {"recipe": "current"}])
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, FP8Linear)}
+    assert {name for name, linear in linears.items() if linear.recipe.name == "block"} == left
 
 
 def test_what_several_blocks_share_has_one_answer():
