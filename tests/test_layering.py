@@ -1,6 +1,7 @@
 """The plan in docs/architecture.md is the one that `make lint` holds, the public names are what they say, and private ones are ours."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -161,9 +162,14 @@ def _private_uses(tree):
             yield name, node, "a library" if rooted in modules else "self" if own else "another"
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
 def private_names_of_others(files):
     """Where a private name is used that neither the file (for ``self`` the package) defines nor :data:`DOCUMENTED` allows."""
-    trees = {path: ast.parse(path.read_text()) for path in files}
+    trees = {path: tree_of(path) for path in files}
     ours = {path: set(_own_private_names(tree)) for path, tree in trees.items()}
     of_all = set().union(*ours.values())
     known = {"a library": lambda path: set(), "another": ours.__getitem__, "self": lambda path: of_all}
@@ -181,7 +187,7 @@ def test_private_names_of_other_libraries_are_in_compat_alone():
     files = [path for path in package.rglob("*.py") if package / "compat" not in path.parents]
     found = private_names_of_others(files)
     assert found == [], "\n".join(found)
-    used = {name for path in files for name, *_ in _private_uses(ast.parse(path.read_text()))}
+    used = {name for path in files for name, *_ in _private_uses(tree_of(path))}
     assert used >= set(DOCUMENTED)
 
 
@@ -197,6 +203,7 @@ def test_the_search_for_private_names_finds_them(tmp_path):
         "import torch\ndef _dynamo(): return torch._dynamo",
     ]
     for line in lines:
+        tree_of.cache_clear()
         path = tmp_path / "module.py"
         path.write_text(line)
         assert private_names_of_others([path]), line

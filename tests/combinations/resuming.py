@@ -310,9 +310,12 @@ def run_log_of(name: str) -> list[int] | None:
 
 
 def resumptions(
-    names: list[str], kinds: list[str], folder: str
+    names: list[str], kinds: list[str], folder: str, ways: tuple[str, ...]
 ) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Each part, monolithic and sharded: resumed unchanged, with changed settings, and added to an older checkpoint."""
+    """Each part, monolithic and sharded: resumed unchanged, with changed settings, and added to an older checkpoint.
+
+    ``ways``: which of these, ``unchanged`` always.
+    """
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     originals: dict[str, Watcher] = {}
 
@@ -336,7 +339,10 @@ def resumptions(
                 + identical({b: whole.gradients[b] for b in resumed[0].gradients}, resumed[0].gradients),
                 "steps": run_log_of(f"{name}-{kind}"),
             }
-            found[name, kind, "changed"] = changed(part, kind, load, whole)
+            if "changed" in ways:
+                found[name, kind, "changed"] = changed(part, kind, load, whole)
+            if "added" not in ways:
+                continue
             older, base = original(part.base, kind, f"base of {name}")
             load = checkpoint(older, kind)
             keeps = part.base.fp8 is not None

@@ -123,7 +123,7 @@ RUN = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomiz
 def test_a_sample_of_values_is_taken_or_refused_as_it_should_be(kind, name):
     options = KINDS[kind][name]
 
-    @settings(max_examples=30 if kind == "model" else 60, **RUN)
+    @settings(max_examples=20 if kind == "model" else 40, **RUN)
     @given(st.data())
     def holds(data):
         option = data.draw(st.sampled_from(sorted(options)))
@@ -133,10 +133,11 @@ def test_a_sample_of_values_is_taken_or_refused_as_it_should_be(kind, name):
 
 
 @pytest.mark.parametrize(("kind", "name", "option"), MAPPINGS, ids=lambda x: x)
-def test_nonsense_inside_of_a_mapping_is_refused_where_it_stands(kind, name, option):
+@pytest.mark.parametrize("examples", [40, pytest.param(150, marks=pytest.mark.full)])
+def test_nonsense_inside_of_a_mapping_is_refused_where_it_stands(kind, name, option, examples):
     """Drawn at random it comes too seldom: ``attention: {grad_scores: nan}``."""
 
-    @settings(max_examples=150, **RUN)
+    @settings(max_examples=examples, **RUN)
     @given(invalid(KINDS[kind][name][option].draw, ANYTHING))
     def holds(drawn):
         value, place = drawn

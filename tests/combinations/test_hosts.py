@@ -72,7 +72,8 @@ IMPORTS = ",".join(
 @pytest.mark.parametrize(
     ("hosts", "recipe", "dtype"),
     [
-        pytest.param(SAMPLE, *CURRENT, id="sample"),
+        pytest.param(SAMPLE[:1], *CURRENT, id="sample"),
+        pytest.param(SAMPLE[1:], *CURRENT, id="experts", marks=pytest.mark.full),
         *(
             pytest.param(
                 hosts, *(DELAYED if number % 2 else CURRENT), id=f"share {number}", marks=pytest.mark.full

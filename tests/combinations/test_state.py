@@ -15,13 +15,14 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.integration]
 IMPORTS = f"{launch.COMPOSER},transformers.models.llama.modeling_llama,tests.combinations.resuming"
 KINDS = ["monolithic", "sharded"]
 SAMPLE = ["everything"], ["sharded"]
+QUICK, EVERY = ("unchanged", "changed"), ("unchanged", "changed", "added")
 SAVED, DAMAGED = 4, "inner.model.model.layers.1.mlp.down_proj"
 
 
-def resumed(names, kinds, folder, worlds):
+def resumed(names, kinds, folder, worlds, ways):
     from tests.combinations.resuming import elsewhere, resumptions
 
-    ranks = launch.call(resumptions, 2, names, kinds, str(folder), imports=IMPORTS)
+    ranks = launch.call(resumptions, 2, names, kinds, str(folder), ways, imports=IMPORTS)
     for world in worlds:
         ranks += launch.call(elsewhere, world, names, kinds, str(folder), imports=IMPORTS)
     return ranks
@@ -44,9 +45,9 @@ def wrong(name, kind, how, facts):
     return [f"{name}, {kind}, {how}: {text}" for text in found]
 
 
-def check(names, kinds, folder, worlds):
+def check(names, kinds, folder, worlds, ways=EVERY):
     problems = []
-    for rank in resumed(names, kinds, folder, worlds):
+    for rank in resumed(names, kinds, folder, worlds, ways):
         for key, facts in rank.items():
             problems += wrong(*key, facts)
             problems += wrong_guard(*key, facts)
@@ -67,7 +68,7 @@ def wrong_guard(name, kind, how, facts):
 
 
 def test_a_sample(tmp_path):
-    check(*SAMPLE, tmp_path, worlds=[])
+    check(*SAMPLE, tmp_path, worlds=[], ways=QUICK)
 
 
 @pytest.mark.full

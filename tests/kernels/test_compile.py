@@ -16,15 +16,16 @@ from tests.kernels.gpu import issue_cap
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """The worker's lines for sm_90, one process for all tests."""
-    return compile_for(90)
+@pytest.fixture(scope="module", params=["representatives", pytest.param("all", marks=pytest.mark.full)])
+def compiled(request):
+    """The worker's lines for sm_90, one process for all tests: of a case or two of each kernel, or of every case."""
+    return compile_for(90, request.param == "all")
 
 
-def compile_for(arch):
+def compile_for(arch, every=True):
     """The worker's lines."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    environment |= {} if every else {"REPRESENTATIVES": "1"}
     command = [sys.executable, "-m", "tests.kernels.run_compile", str(arch)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Worker: the algorithms under Composer's Trainer, on four gloo ranks. FSDP1 needs its CUDA device faked."""
+"""Worker: the algorithms under Composer's Trainer, on gloo ranks: two for the sample, four for all. FSDP1 needs its CUDA device faked."""
 
 import contextlib
 import json

@@ -36,7 +36,7 @@ def check(name, found):
 
 def test_trainer_attaches_once_logs_bytes_and_resumes_exactly(tmp_path):
     """DDP with two fits and two microbatches, FSDP1 with a shard group of one rank; gradients against DDP's."""
-    results = launch.run("run_composer.py", 4, tmp_path, "sample", imports=launch.COMPOSER)
+    results = launch.run("run_composer.py", 2, tmp_path, "sample", imports=launch.COMPOSER)
     assert results.keys() == {"ddp", "hsdp1-one"}
     for name, found in results.items():
         check(name, found)

@@ -26,9 +26,11 @@ def without_wrapper(found):
 @pytest.mark.parametrize(
     ("recipe", "guard", "before", "after"),
     [
-        ("delayed", 0.002, ("ddp", 2), ("fsdp2", 4)),
-        ("delayed", None, ("ddp", 1), ("tp", 4)),
-        ("delayed", None, ("tp", 4), ("ddp", 1)),
+        ("delayed", 0.002, ("ddp", 1), ("fsdp2", 2)),
+        ("delayed", None, ("tp", 2), ("ddp", 1)),
+        pytest.param("delayed", 0.002, ("ddp", 2), ("fsdp2", 4), marks=FULL),
+        pytest.param("delayed", None, ("ddp", 1), ("tp", 4), marks=FULL),
+        pytest.param("delayed", None, ("tp", 4), ("ddp", 1), marks=FULL),
         pytest.param("delayed", None, ("fsdp2", 2), ("fsdp2", 4), marks=FULL),
         pytest.param("delayed", None, ("fsdp2", 4), ("tp", 4), marks=FULL),
         pytest.param("delayed", None, ("tp", 4), ("fsdp2", 4), marks=FULL),

@@ -60,7 +60,7 @@ class Loop:
 @pytest.mark.parametrize(
     "options",
     [
-        {"recipe": MEASURED},
+        pytest.param({"recipe": MEASURED}, marks=pytest.mark.full),
         {"recipe": "delayed", "guard": STRICT},
         {"recipe": MEASURED, "guard": {"interval": 3}},
     ],

@@ -106,7 +106,9 @@ class Loop:
 
 
 @every_run
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize(
+    "recompute", [False, pytest.param(True, marks=pytest.mark.full)], ids=["", "recompute"]
+)
 def test_a_run_by_times_is_the_one_by_hand(rules, constant, by_hand, recompute, capsys):
     ours = Loop(rules, recompute=recompute).train(STEPS)
     said = capsys.readouterr().err
@@ -119,9 +121,10 @@ def test_a_run_by_times_is_the_one_by_hand(rules, constant, by_hand, recompute, 
 
 
 @every_run
-def test_it_resumes_bit_for_bit_before_at_and_after_a_switch(rules, constant, by_hand):
+@pytest.mark.parametrize("moments", [(2, 3, 7), pytest.param((1, 5, 6), marks=pytest.mark.full)], ids=str)
+def test_it_resumes_bit_for_bit_before_at_and_after_a_switch(rules, constant, by_hand, moments):
     whole = Loop(rules, announce=False).train(STEPS)
-    for at in (1, 2, 3, 5, 6, 7):
+    for at in moments:
         resumed = Loop(rules, announce=False).load(whole.saved(at)).train(STEPS)
         assert same(whole.model.state_dict(), resumed.model.state_dict()), at
         assert same(whole.run.state_dict(), resumed.run.state_dict()), at
@@ -243,14 +246,16 @@ def composed(rules, duration="8ba", constant=None, by_hand=None, **options):
 @pytest.mark.parametrize(
     ("run", "duration"), [pytest.param("warm", "2ep", marks=pytest.mark.full), ("decay", "64sp")]
 )
+@pytest.mark.parametrize("moments", [(2,), pytest.param((3, 6), marks=pytest.mark.full)], ids=str)
 @pytest.mark.integration
-def test_composer_follows_them_and_resumes(run, duration, tmp_path):
+def test_composer_follows_them_and_resumes(run, duration, moments, tmp_path):
+    """From a switch, and from steps between."""
     rules, constant, by_hand = RUNS[run]
     options = {"save_folder": str(tmp_path), "save_interval": "1ba", "save_overwrite": True}
     whole, ran = composed(rules, duration, **options)
     theirs, by = composed(rules, "8ba", constant, by_hand)
     assert same(whole.state_dict(), theirs.state_dict()) and ran == by
-    for at in (2, 3, 6):
+    for at in moments:
         where = tmp_path / f"ep{at // 4}-ba{at}-rank0.pt"
         resumed, rest = composed(rules, duration, load_path=str(where))
         assert same(whole.state_dict(), resumed.state_dict()) and rest == ran[2 * at :]
@@ -296,8 +301,9 @@ def test_the_run_log_has_each_switch_once(tmp_path):
     ("name", "options"),
     [("warm", {"gradient_checkpointing": True}), pytest.param("decay", {}, marks=pytest.mark.full)],
 )
+@pytest.mark.parametrize("moments", [(3,), pytest.param((2, 4), marks=pytest.mark.full)], ids=str)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_trainer_follows_them_and_resumes(name, options, tmp_path, monkeypatch):
+def test_trainer_follows_them_and_resumes(name, options, moments, tmp_path, monkeypatch):
     from transformers import TrainerCallback
 
     from tests.integrations.test_transformers import callback, trainer_of
@@ -321,7 +327,7 @@ def test_trainer_follows_them_and_resumes(name, options, tmp_path, monkeypatch):
     assert same(dict(whole.model.state_dict()), dict(theirs.model.state_dict()))
     said = [entry["fp8"] for entry in whole.state.log_history if "fp8" in entry]
     assert len(said) == 2
-    for at in (2, 3, 4):  # from the second epoch on Trainer resumes with other batches
+    for at in moments:  # from the second epoch on Trainer resumes with other batches
         resumed = run(callback(recipe=rules), resume=str(tmp_path / f"checkpoint-{at}"))
         assert same(dict(whole.model.state_dict()), dict(resumed.model.state_dict())), at
 

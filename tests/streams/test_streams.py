@@ -41,9 +41,9 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self):
+    def __init__(self, blocks):
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
 
     def forward(self, x):
         for block in self.blocks:
@@ -51,9 +51,9 @@ class Stack(nn.Module):
         return x
 
 
-def stack():
+def stack(blocks=3):
     torch.manual_seed(0)
-    return Stack().to("cuda")
+    return Stack(blocks).to("cuda")
 
 
 def train(model, steps=2):
@@ -177,7 +177,7 @@ def define_products(monkeypatch):
 )
 def test_native_linears(gpu, recipe, monkeypatch):
     define_products(monkeypatch)
-    model = stack()
+    model = stack(blocks=2)
     foundry_fp8.apply_fp8(
         model, recipe=recipe, backend="native", fuse=False
     )  # a norm without memory asks torch for the real device
@@ -190,7 +190,7 @@ def test_native_linears(gpu, recipe, monkeypatch):
 
 @pytest.mark.parametrize("format", ["int8", pytest.param("exact", marks=pytest.mark.full)])
 def test_compressed_activations(gpu, format):
-    model = stack()
+    model = stack(blocks=2)
     foundry_fp8.apply_activation_compression(model, format=format, min_numel=0)
     train(model)
     assert gpu.kernels
@@ -200,7 +200,7 @@ def test_compressed_activations(gpu, format):
 
 def test_a_measurement_of_the_guard_waits_and_a_step_does_not(gpu, monkeypatch):
     define_products(monkeypatch)
-    model = stack()
+    model = stack(blocks=2)
     foundry_fp8.apply_fp8(model, recipe="current", backend="native", fuse=False)
 
     def loss_of(model, x):
