@@ -9,7 +9,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -205,11 +205,15 @@ def test_text_of_others_is_shown_as_text(tmp_path):
     assert "'=1+1|" in cells and "\n=" not in cells and ",=" not in cells
 
 
-@pytest.mark.parametrize("name", ["=1", "+1", "-1", "@x", " =1", "\t=1"])
-def test_no_cell_of_the_csv_is_a_formula(tmp_path, name):
-    path = write_log(tmp_path / "a" / "run_log.jsonl", [header(name, "block"), *batches(LOSSES), END])
-    page = report_runs([path], tmp_path / "out", console=Console(quiet=True), title="t")
-    assert (page.parent / "comparison.csv").read_text().splitlines()[1].startswith("'")
+def test_no_cell_of_the_csv_is_a_formula(tmp_path):
+    names = ["=1", "+1", "-1", "@x", " =2", "\t=3"]
+    paths = [
+        write_log(tmp_path / str(i) / "run_log.jsonl", [header(name, "block"), *batches(LOSSES), END])
+        for i, name in enumerate(names)
+    ]
+    page = report_runs(paths, tmp_path / "out", console=Console(quiet=True), title="t")
+    _, *rows = (page.parent / "comparison.csv").read_text().splitlines()
+    assert len(rows) == len(names) and all(row.startswith("'") for row in rows)
 
 
 TEXTS = st.text(st.characters(codec=None, categories=None), max_size=12) | st.sampled_from(
@@ -241,19 +245,27 @@ ANY = st.builds(lambda kind, line: {"kind": kind, **line}, KINDS, LINES) | st.bu
     lambda fp8: {"kind": "hparams", "values": {"fp8": fp8, "model": fp8}}, FP8
 )
 TABLE = {"kind": "table", "name": "guard_events", "columns": ["a"], "rows": [["x"], [1, 2, 3, 4, 5], ["nan", [], {}, 0, 1]]}  # fmt: skip
-quick = settings(
-    max_examples=int(os.environ.get("EXAMPLES", "12")),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+sampled = pytest.mark.parametrize("examples", [3, pytest.param(12, marks=pytest.mark.full)])
 
 
-@quick
-@given(st.lists(ANY | st.binary(max_size=40), min_size=1, max_size=6), st.integers(0, 40))
-@example([TABLE], 0)
-@example([{"kind": "batch", "step": 5, "loss": 3.4e38}, {"kind": "batch", "step": 6, "loss": -3.4e38}], 0)
-@example([{"kind": "header", "world_size": 2**30, "nodes": 5}], 0)
-def test_any_log_makes_a_report_or_a_sentence(tmp_path, lines, cut):
+def drawn(examples):
+    return settings(max_examples=int(os.environ.get("EXAMPLES", examples)), deadline=None)
+
+
+@sampled
+def test_any_log_makes_a_report_or_a_sentence(tmp_path, examples):
+    @drawn(examples)
+    @given(st.lists(ANY | st.binary(max_size=40), min_size=1, max_size=6), st.integers(0, 40))
+    @example([TABLE], 0)
+    @example([{"kind": "batch", "step": 5, "loss": 3.4e38}, {"kind": "batch", "step": 6, "loss": -3.4e38}], 0)
+    @example([{"kind": "header", "world_size": 2**30, "nodes": 5}], 0)
+    def holds(lines, cut):
+        a_report_or_a_sentence(tmp_path, lines, cut)
+
+    holds()
+
+
+def a_report_or_a_sentence(tmp_path, lines, cut):
     """With a whole run before it, it is read; what it does to the figures and tables, none may fail."""
     wild = []
     for line in lines:
@@ -275,9 +287,19 @@ def test_any_log_makes_a_report_or_a_sentence(tmp_path, lines, cut):
     json.loads((page.parent / "comparison.json").read_text(), parse_constant=lambda text: pytest.fail(text))
 
 
-@quick
-@given(st.lists(st.lists(TEXTS | NUMBERS.map(str), max_size=5), max_size=5), st.sampled_from(["", "\ufeff"]))
-def test_any_csv_keeps_its_good_lines(tmp_path, lines, mark):
+@sampled
+def test_any_csv_keeps_its_good_lines(tmp_path, examples):
+    @drawn(examples)
+    @given(
+        st.lists(st.lists(TEXTS | NUMBERS.map(str), max_size=5), max_size=5), st.sampled_from(["", "\ufeff"])
+    )
+    def holds(lines, mark):
+        keeps_its_good_lines(tmp_path, lines, mark)
+
+    holds()
+
+
+def keeps_its_good_lines(tmp_path, lines, mark):
     path = tmp_path / "runs.csv"
     wild = [",".join(cells).replace("\n", " ").replace("\r", " ").replace("\0", " ") for cells in lines]
     wild = [" ".join(line.splitlines()) for line in wild]
@@ -298,9 +320,17 @@ STATE = st.dictionaries(
 )
 
 
-@quick
-@given(st.lists(ENTRY | VALUES, max_size=5), STATE, VALUES)
-def test_any_state_of_trainer_makes_a_report_or_a_sentence(tmp_path, entries, state, asked):
+@sampled
+def test_any_state_of_trainer_makes_a_report_or_a_sentence(tmp_path, examples):
+    @drawn(examples)
+    @given(st.lists(ENTRY | VALUES, max_size=5), STATE, VALUES)
+    def holds(entries, state, asked):
+        a_state_makes_a_report_or_a_sentence(tmp_path, entries, state, asked)
+
+    holds()
+
+
+def a_state_makes_a_report_or_a_sentence(tmp_path, entries, state, asked):
     whole = [{"step": step, "loss": 3.0} for step in (1, 2)]
     state = {
         "stateful_callbacks": {"FP8Callback": {"args": asked}},
