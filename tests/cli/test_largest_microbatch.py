@@ -87,11 +87,11 @@ def bytes_of(measured):
 @pytest.mark.parametrize(
     ("checkpoints", "compression"),
     [
-        ((), None),
+        pytest.param((), None, marks=pytest.mark.full),
         ((), "exact"),
-        ((), "int8"),
+        pytest.param((), "int8", marks=pytest.mark.full),
         ({"LlamaDecoderLayer": "first-2"}, "int8"),
-        ({"LlamaMLP": "last-3"}, None),
+        pytest.param({"LlamaMLP": "last-3"}, None, marks=pytest.mark.full),
         pytest.param({"LlamaMLP": "last-3"}, "int4", marks=pytest.mark.full),
     ],
 )

@@ -38,7 +38,7 @@ def test_runs_in_other_recipes_resume_bit_exactly(root, tmp_path, recipe):
 @pytest.mark.parametrize(
     ("model", "recipe", "count"),
     [
-        ("dmoe", "delayed", 6),
+        pytest.param("dmoe", "delayed", 6, marks=pytest.mark.full),
         pytest.param("dmoe", "block", 6, marks=pytest.mark.full),
         ("dbrx", "current", 6),
         pytest.param("mixtral", "current", 24, marks=pytest.mark.full),
@@ -100,6 +100,7 @@ def test_resuming_with_another_recipe_is_an_error_with_the_way_out(root, delayed
     assert fresh.state.timestamp.batch == 3
 
 
+@pytest.mark.full
 def test_a_hugging_face_llama_trains_in_fp8_and_learns(root):
     losses = {}
     for algorithms in (None, fp8("mxfp8")):
@@ -132,6 +133,7 @@ def test_a_compiled_run_equals_the_eager_one(root):
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_the_hugging_face_checkpointer_exports_a_plain_model(root, tmp_path):
     from transformers import AutoModelForCausalLM
 

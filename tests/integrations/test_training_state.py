@@ -96,7 +96,9 @@ def through_distributed_checkpoint(state, folder):
 @pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
 )  # torch's own code
-@pytest.mark.parametrize("through", [through_torch_save, through_distributed_checkpoint])
+@pytest.mark.parametrize(
+    "through", [pytest.param(through_torch_save, marks=pytest.mark.full), through_distributed_checkpoint]
+)
 def test_a_resumed_run_is_the_run_that_was_not_stopped(through, tmp_path, caplog):
     whole = Run().train(0, STEPS)
     first = Run().train(0, SAVED_AFTER)
@@ -107,7 +109,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(through, tmp_path, caplog
     assert "no FP8 state was loaded" not in caplog.text
 
 
-@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("closure", [pytest.param(False, marks=pytest.mark.full), True])
 def test_without_the_state_it_is_another_run_and_says_so_once(closure, tmp_path, caplog):
     whole = Run(guard=False, closure=closure).train(0, STEPS)
     assert caplog.text == ""

@@ -35,7 +35,11 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("world", "wrap", "precision"),
-    [pytest.param(1, "none", "fp32", marks=pytest.mark.full), (2, "ddp", "bf16"), (2, "fsdp2", "bf16")],
+    [
+        pytest.param(1, "none", "fp32", marks=pytest.mark.full),
+        pytest.param(2, "ddp", "bf16", marks=pytest.mark.full),
+        (2, "fsdp2", "bf16"),
+    ],
 )
 @pytest.mark.parametrize("host", ["trainer", "sft"])
 def test_a_killed_run_resumes_bit_for_bit_with_the_guard_having_acted(world, wrap, precision, host, tmp_path):
@@ -115,7 +119,10 @@ def test_the_model_is_converted_before_the_optimizer_and_the_report_is_of_what_r
 @pytest.mark.parametrize(
     "options",
     [
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        pytest.param(
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+            marks=pytest.mark.full,
+        ),
         {"gradient_accumulation_steps": 2, "bf16": True},
         {"torch_compile": True, "torch_compile_backend": "aot_eager"},
     ],
@@ -229,7 +236,9 @@ def test_a_model_that_trainer_makes_itself_is_converted_whenever_it_trains():
 def test_a_search_converts_the_model_of_each_trial():
     pytest.importorskip("wandb")  # whose trials are mappings
     fp8, widths = callback(), []
-    tried = trainer_of([fp8], model_init=lambda trial: build_llama(layers=(trial or {"n": 1})["n"]))
+    tried = trainer_of(
+        [fp8], model_init=lambda trial: build_llama(layers=(trial or {"n": 1})["n"]), max_steps=1
+    )
     for trial in ({"n": 1}, {"n": 2}, {"n": 1}):
         tried.train(trial=trial)
         widths.append(len(fp8.report.converted))
@@ -305,6 +314,7 @@ def test_recipes_that_need_what_trainer_does_not_give_are_refused(recipe, said, 
         callback(recipe=recipe).run.convert(build_llama(), of_trainer.settings_of(asked))
 
 
+@pytest.mark.full
 def test_measured_chooses_after_its_warmup_and_a_resumed_run_keeps_the_choice():
     measured = {
         "recipe": {"name": "measured", "warmup": 2, "error": 0.5, "recipes": ["current"]},

@@ -36,9 +36,21 @@ def test_matches_the_reference(shape, dtype, options, device):
     assert_matches_reference(spread(*shape, dtype, device), E4M3, **options)
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group", [128, 32])
+@pytest.mark.parametrize(
+    ("group", "dtype", "fmt"),
+    [
+        pytest.param(
+            group,
+            dtype,
+            fmt,
+            marks=() if (group == 128) == (fmt is E4M3) and dtype != torch.float16 else pytest.mark.full,
+            id=f"{group}-{dtype}-{fmt.name}",
+        )
+        for group in (128, 32)
+        for dtype in DTYPES
+        for fmt in (E4M3, E5M2)
+    ],
+)
 def test_scales_of_every_exponent(group, dtype, fmt, device):
     """Powers of two come from exponents alone: amaxes around the formats' mantissa 1.75, from the least subnormal to the largest."""
     mantissas = torch.tensor([1.0, 1.75 - 2.0**-7, 1.75, 1.75 + 2.0**-23, 1.75 + 2.0**-7, 2 - 2.0**-23])

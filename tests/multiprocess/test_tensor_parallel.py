@@ -19,7 +19,7 @@ def scales(state):
     ("recipe", "options"),
     [
         ("current", {"sequence": True, "bias": True}),
-        ("delayed", {"sequence": True}),
+        pytest.param("delayed", {"sequence": True}, marks=pytest.mark.full),
         ("delayed", {"bias": True, "parts": 2}),
         ("block", {"recompute": True, "parts": 2}),
         pytest.param("current", {}, marks=pytest.mark.full),

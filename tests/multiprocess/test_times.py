@@ -11,8 +11,8 @@ FULL = pytest.mark.full
     ("how", "ranks", "parts"),
     [
         ("fsdp2", 2, ("lora", "recompute")),
-        ("fsdp1", 2, ()),
-        ("tp", 2, ()),
+        pytest.param("fsdp1", 2, (), marks=FULL),
+        pytest.param("tp", 2, (), marks=FULL),
         pytest.param("ddp", 2, ("lora",), marks=FULL),
         pytest.param("fsdp2", 2, ("compile",), marks=FULL),
         pytest.param("fsdp1", 4, ("recompute",), marks=FULL),

@@ -328,10 +328,10 @@ def repeated_flops(fp8, policy, targets, length):
     ("policy", "targets"),
     [
         ("full", None),
-        ("full", {"LlamaDecoderLayer": "first-1"}),
+        pytest.param("full", {"LlamaDecoderLayer": "first-1"}, marks=pytest.mark.full),
         ("full", "LlamaMLP"),
-        ("full", {"LlamaAttention": [1]}),
-        ("full", "*.up_proj"),
+        pytest.param("full", {"LlamaAttention": [1]}, marks=pytest.mark.full),
+        pytest.param("full", "*.up_proj", marks=pytest.mark.full),
         ("selective", None),
     ],
 )

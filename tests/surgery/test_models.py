@@ -197,7 +197,13 @@ def logits_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return (output if isinstance(output, Tensor) else output.logits).detach()
 
 
-@pytest.mark.parametrize("name", MODELS)
+TWINS = ("MPT-dmoe", "Olmoe", "Qwen2Moe", "Qwen2", "Mistral", "Gemma", "Bart")
+"""Of which a quicker host of the same kind is in the default tier."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in TWINS else ()) for name in MODELS]
+)
 def test_model(name: str, tmp_path: Path) -> None:
     model, batch = MODELS[name]()
     model.train()

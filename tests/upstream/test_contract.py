@@ -162,7 +162,7 @@ def test_fit_may_be_called_again_and_close_too(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_microbatches_beside_evaluation(name, size):
     """With an evaluation after each batch, whose loss is the same where nothing is trained between."""
     from composer import Evaluator

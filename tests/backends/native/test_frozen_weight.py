@@ -49,7 +49,7 @@ CALLS = {"eager": None, "recomputed": recomputed, "compiled": compiled}
             cached,
             call,
             id=f"{recipe}-{'cached' if cached else ''}-{name}",
-            marks=pytest.mark.full if recipe == "block" and call else (),
+            marks=pytest.mark.full if call and (recipe == "block" or (cached and name == "compiled")) else (),
         )
         for recipe in RECIPES
         for cached in (False, True)

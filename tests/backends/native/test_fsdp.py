@@ -69,12 +69,12 @@ def losses_without_fsdp(recipe, device):
 
 @pytest.mark.parametrize(
     ("recipe", "wrap", "cache_weights"),
-    [  # every pair of two of them
+    [  # in the full tier, every pair of two of them
         ("delayed", "fsdp1", False),
         ("delayed", "fsdp2", True),
         ("block", "fsdp1 flat", False),
         ("block", "fsdp2 one unit", True),
-        ("block", "fsdp1", "auto"),
+        pytest.param("block", "fsdp1", "auto", marks=pytest.mark.full),
         ("delayed", "fsdp2", "auto"),
         pytest.param("delayed", "fsdp1 flat", True, marks=pytest.mark.full),
         pytest.param("delayed", "fsdp2 one unit", False, marks=pytest.mark.full),

@@ -71,7 +71,7 @@ def apart(a, b):
     )
 
 
-QUICK_FAMILIES, QUICK_RECIPES = ("Llama", "Gemma2", "Phi3", "GPT2"), ("delayed", "block")
+QUICK_FAMILIES, QUICK_RECIPES = ("Gemma2", "Phi3", "GPT2"), ("delayed",)
 """What runs by default; the others in the full tier."""
 
 

@@ -79,7 +79,13 @@ BY_ROW = {"name": "current", "granularity": "row"}
 
 
 @pytest.mark.parametrize(
-    ("recipe", "bias"), [("delayed", True), (BY_ROW, True), ("block", False), ("unit", False)]
+    ("recipe", "bias"),
+    [
+        ("delayed", True),
+        pytest.param(BY_ROW, True, marks=pytest.mark.full),
+        ("block", False),
+        ("unit", False),
+    ],
 )
 def test_compiles_whole_and_gives_the_same_bits(recipe, bias, device):
     """One graph for every number of tokens, forward and backward, no breaks. 48 tokens need no padding."""
@@ -108,7 +114,7 @@ def test_compiles_whole_and_gives_the_same_bits(recipe, bias, device):
 @pytest.mark.parametrize(
     "recipe",
     [
-        "delayed",
+        pytest.param("delayed", marks=pytest.mark.full),
         [{"modules": "0", "recipe": "delayed"}, {"recipe": "block", "gemms": {"wgrad": "high_precision"}}],
     ],
     ids=["delayed", "policy"],

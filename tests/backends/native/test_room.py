@@ -35,7 +35,7 @@ def settled(model, device):
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(r, marks=() if r in ("delayed", "block") else pytest.mark.full) for r in FOR_ANY_MODEL],
+    [pytest.param(r, marks=() if r == "delayed" else pytest.mark.full) for r in FOR_ANY_MODEL],
 )
 def test_every_way_to_a_gradient_has_the_same_bits(recipe, device, unused):
     kept, plain = (settled(make(recipe, device, cache), device) for cache in ("auto", False))

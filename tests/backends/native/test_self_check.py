@@ -17,7 +17,14 @@ from tests.kernels.interpreter import convert_float
 check = check_kernels.__wrapped__  # without its memory of what passed
 
 
-@pytest.mark.parametrize("name", [name for name, cls in RECIPES.items() if cls.kind in SCALINGS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("delayed", "block") else pytest.mark.full)
+        for name, cls in RECIPES.items()
+        if cls.kind in SCALINGS
+    ],
+)
 def test_the_kernels_of_every_recipe_pass(name, device):
     check(RECIPES[name](), torch.bfloat16, torch.device(device), True, True)
 

@@ -18,7 +18,7 @@ from tests.backends.native.fused_pairs import activation_linear
 
 every_recipe = pytest.mark.parametrize(
     "recipe",
-    [pytest.param(name, marks=pytest.mark.full if name == "mxfp8" else ()) for name in FOR_ANY_MODEL],
+    [pytest.param(r, marks=() if r in ("delayed", "block") else pytest.mark.full) for r in FOR_ANY_MODEL],
 )
 
 

@@ -148,7 +148,11 @@ def test_added_on_resume_it_asks_for_an_optimizer_without_the_old_groups(root: P
 
 
 @pytest.mark.parametrize(
-    "kind, off", [("mpt", {"norm_type": "no_norm"}), ("mus_causal_lm", {"final_norm": False})]
+    "kind, off",
+    [
+        ("mpt", {"norm_type": "no_norm"}),
+        pytest.param("mus_causal_lm", {"final_norm": False}, marks=pytest.mark.full),
+    ],
 )
 def test_a_run_from_before_the_final_norm_resumes_and_is_exported_by_the_option(
     kind: str, off: dict[str, Any], root: Path, tmp_path: Path

@@ -37,7 +37,12 @@ def device_peak(model):
 
 
 @pytest.mark.parametrize(
-    "options", [{"offload": True}, {"policy": "offload"}, {"targets": "LlamaMLP", "policy": "offload"}]
+    "options",
+    [
+        {"offload": True},
+        pytest.param({"policy": "offload"}, marks=pytest.mark.full),
+        {"targets": "LlamaMLP", "policy": "offload"},
+    ],
 )
 def test_the_predicted_peak_is_the_measured_one(measured, options):
     model = build(6)

@@ -267,10 +267,10 @@ class Counted(TorchDispatchMode):
 @pytest.mark.skipif(not TRANSFORMERS_4, reason="transformers 5 writes the mask of fake tensors out")
 def test_a_dry_run_on_fake_tensors_counts_the_same_bytes():
     """Nothing is allocated and nothing computed: seconds come from the cost model."""
-    model = build(3)
+    model = build(2)
     real = measure(model, loss_of(model), compression="none", rounds=1)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build(3)
+        model = build(2)
         dry = measure(
             model,
             loss_of(model, torch.zeros_like(TOKENS)),
@@ -410,12 +410,13 @@ def test_a_model_with_a_cache_of_keys_is_planned(monkeypatch):
 @pytest.mark.parametrize(
     ("rules", "most"),
     [
-        (
+        pytest.param(
             [
                 {"from": "0.5dur", "recipe": "block", "gemms": {"wgrad": "high_precision"}},
                 {"recipe": "block"},
             ],
             {"wgrad": "high_precision"},
+            marks=pytest.mark.full,
         ),
         pytest.param([{"until": 8, "recipe": "block"}], None, marks=pytest.mark.full),
         ([{"from": 8, "recipe": "high_precision"}, {"recipe": "block"}], None),
