@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.2
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=4, help="Batches to train each run for.")] = 120,
+    steps: Annotated[int, typer.Option(min=4, help="Batches to train each run for.")] = 64,
     recipes: Annotated[
         str | None,
         typer.Option(

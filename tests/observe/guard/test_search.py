@@ -23,6 +23,7 @@ def test_what_it_finds_is_what_is_at_fault(count, data):
     assert smallest_sufficient(names, sufficient, questions=10_000) == [n for n in names if n in faults]
     few = max(len(faults), 1)
     assert len(asked) <= 2 * few * math.log2(count / few) + 2 * few + 2 * few
+    assert len({*map(frozenset, asked)}) == len(asked)  # nothing twice
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30), st.floats(0.05, 0.9))
