@@ -88,7 +88,7 @@ def bytes_of(measured):
     ("checkpoints", "compression"),
     [
         pytest.param((), None, marks=pytest.mark.full),
-        ((), "exact"),
+        pytest.param((), "exact", marks=pytest.mark.full),
         pytest.param((), "int8", marks=pytest.mark.full),
         ({"LlamaDecoderLayer": "first-2"}, "int8"),
         pytest.param({"LlamaMLP": "last-3"}, None, marks=pytest.mark.full),

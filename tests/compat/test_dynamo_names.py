@@ -45,6 +45,7 @@ def test_gradients_are_those_of_what_was_saved(backend):
     assert gradients(compiled, True) == gradients(Product.apply, True) == (20.0, 12.0)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not torch.__version__.startswith("2.7."), reason="torch 2.7's fault")
 def test_without_names_of_their_own_they_are_wrong():
     """Else the names are no longer needed. In a process of its own: what Dynamo compiled before may change which names it gives."""

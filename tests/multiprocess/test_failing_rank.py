@@ -34,7 +34,6 @@ DEFAULT = {
     ("oom", "measured_backward", "ddp", 2),
     ("stall", "adapt", "fsdp2", 4),
     ("killed", "replicas", "ddp", 2),
-    ("error", "checkpoint", "ddp", 2),
     ("error", "agree", "ddp", 2),
 }
 QUICK = (("fsdp1", 2, "measured_backward"), ("fsdp2", 2, "measured_forward"))

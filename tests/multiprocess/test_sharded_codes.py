@@ -18,7 +18,15 @@ def test_every_kind_of_scales_trains_as_on_one_rank(kind):
     assert all(launch.call(trains_alike, 2, kind, "reshards", imports=IMPORTS))
 
 
-@pytest.mark.parametrize("option", ["keeps", "bf16", "cast", "checkpointed", "hsdp", "offloaded"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "bf16",
+        "checkpointed",
+        "hsdp",
+        *(pytest.param(o, marks=pytest.mark.full) for o in ("keeps", "cast", "offloaded")),
+    ],
+)
 def test_every_form_of_fsdp2_trains_as_one_rank(option):
     assert all(launch.call(trains_alike, 2, "blocks", option, imports=IMPORTS))
 

@@ -53,7 +53,14 @@ def decay_by_hand(model, step):
 
 
 RUNS = {"warm": (WARM, "delayed", warm_by_hand), "decay": (DECAY, "nvfp4", decay_by_hand)}
-every_run = pytest.mark.parametrize(("rules", "constant", "by_hand"), RUNS.values(), ids=RUNS)
+every_run = pytest.mark.parametrize(
+    ("rules", "constant", "by_hand"),
+    [
+        pytest.param(*run, marks=pytest.mark.full if name == "warm" else (), id=name)
+        for name, run in RUNS.items()
+    ],
+)
+"""``warm`` by default under Trainer."""
 
 
 class Loop:

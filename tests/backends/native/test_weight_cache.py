@@ -18,7 +18,7 @@ from tests.backends.native.fused_pairs import activation_linear
 
 every_recipe = pytest.mark.parametrize(
     "recipe",
-    [pytest.param(r, marks=() if r in ("delayed", "block") else pytest.mark.full) for r in FOR_ANY_MODEL],
+    [pytest.param(r, marks=() if r == "block" else pytest.mark.full) for r in FOR_ANY_MODEL],
 )
 
 
@@ -113,7 +113,7 @@ CHANGES = [
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(r, marks=() if r in ("delayed", "block") else pytest.mark.full) for r in FOR_ANY_MODEL],
+    [pytest.param(r, marks=() if r == "block" else pytest.mark.full) for r in FOR_ANY_MODEL],
 )
 def test_equals_uncached_after_whatever_changes_a_weight(recipe, device):
     """Two microbatches after each change: the first must not read what was kept, the second may."""
@@ -168,7 +168,9 @@ def weight_gradients(model):
     return [x.grad]
 
 
-@pytest.mark.parametrize("recipe", ["current", "block", pytest.param("mxfp8", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "recipe", ["current", *(pytest.param(recipe, marks=pytest.mark.full) for recipe in ("block", "mxfp8"))]
+)
 def test_each_weight_is_quantised_once_a_step(recipe, device):
     model = make(recipe, device, True)
     for _ in range(2):

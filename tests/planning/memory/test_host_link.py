@@ -41,7 +41,7 @@ def device_peak(model):
     [
         {"offload": True},
         pytest.param({"policy": "offload"}, marks=pytest.mark.full),
-        {"targets": "LlamaMLP", "policy": "offload"},
+        pytest.param({"targets": "LlamaMLP", "policy": "offload"}, marks=pytest.mark.full),
     ],
 )
 def test_the_predicted_peak_is_the_measured_one(measured, options):
