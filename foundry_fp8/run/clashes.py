@@ -9,6 +9,7 @@ from foundry_fp8.activations.fused_head.apply import FLASH_LOSS
 from foundry_fp8.config import Clash
 from foundry_fp8.config import refuse as refuse_by
 from foundry_fp8.distributed.compression.legs import LEG_CLASHES, Legs
+from foundry_fp8.distributed.compression.sequence_shards import NO_SEQUENCE_SHARDS
 from foundry_fp8.distributed.sharding import is_fsdp2, sharding_of
 from foundry_fp8.run.settings import Run
 from foundry_fp8.surgery.fp8_config import KEY, TE_LAYERS
@@ -128,6 +129,8 @@ CLASHES = (
           "ranks. Give it, or algorithms.hybrid_sharding", lambda run: "HYBRID" in _strategy(run) and run.hybrid_sharding is None
           and not _asks(run, "data_parallel_replicate_degree"), error=False),
     *map(_on_legs, LEG_CLASHES),
+    Clash("`compressed_communication.activations: fp8`, no `tp_config`", NO_SEQUENCE_SHARDS, lambda run: run.ranks > 1
+          and getattr(run.compressed_communication, "activations", "none") != "none" and not run.tensor_parallel),
     Clash("`hybrid_sharding`, `compressed_communication`, one device", "one device: hybrid_sharding and compressed_communication do nothing",
           lambda run: run.ranks == 1 and (run.hybrid_sharding or run.compressed_communication) is not None, error=False),
     Clash("no `run_name`", "run_name is blank: RUN_NAME has to be in the environment, or the name is random",

@@ -54,6 +54,7 @@ def texts():
         "error_feedback": compressed(fully_shard(nn.Linear(4, 4)), error_feedback=True),
         "stochastic": compressed(DistributedDataParallel(nn.Linear(4, 4)), rounding="stochastic"),
         "parameters": compressed(DistributedDataParallel(nn.Linear(4, 4)), parameters="e4m3"),
+        "activations": compressed(DistributedDataParallel(nn.Linear(4, 4)), activations="fp8"),
         "one rank of a hybrid": compressed(fsdp1()),
     }
     dist.barrier()  # who ends first would break the connections of the other

@@ -144,6 +144,8 @@ TWO_RANKS = {
         "stochastic", algorithm("compressed_communication", rounding="stochastic")),
     "`compressed_communication.parameters`, no `fsdp_config`": (
         "parameters", algorithm("compressed_communication", parameters="e4m3")),
+    "`compressed_communication.activations: fp8`, no `tp_config`": (
+        "activations", algorithm("compressed_communication", activations="fp8")),
     "`compressed_communication`, FSDP1's `HYBRID_SHARD` over shard groups of one rank": (
         "one rank of a hybrid", algorithm("compressed_communication") | {"fsdp_config": {
             "sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}}),

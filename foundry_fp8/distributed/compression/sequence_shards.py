@@ -28,7 +28,12 @@ from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.numerics.formats import E4M3
 from foundry_fp8.numerics.quantize import amax_of, scale_from_amax
 
-__all__ = ["attach_sequence_shards"]
+__all__ = ["NO_SEQUENCE_SHARDS", "attach_sequence_shards"]
+
+NO_SEQUENCE_SHARDS = (
+    f"{KEY}.activations: fp8, but no FP8 linear with recipe current or delayed is ColwiseParallel(input_layouts=Shard(...)). Convert, call "
+    "parallelize_module with such a plan (what PrepareModuleInput gathers stays as it is), then compress; or set activations: none."
+)
 
 
 def attach_sequence_shards(model: nn.Module, compression: Compression) -> None:
@@ -42,10 +47,7 @@ def attach_sequence_shards(model: nn.Module, compression: Compression) -> None:
     tensorwise = [linear for linear in linears if "tensor" in (recipe.kind for recipe in linear.recipes)]
     found = [linear.fqn for linear in tensorwise if replace_gathers(linear, choose)]
     if not found:
-        raise ConfigError(
-            f"{KEY}.activations: fp8, but no FP8 linear with recipe current or delayed is ColwiseParallel(input_layouts=Shard(...)). Convert, call "
-            "parallelize_module with such a plan (what PrepareModuleInput gathers stays as it is), then compress; or set activations: none."
-        )
+        raise ConfigError(NO_SEQUENCE_SHARDS)
     compression.rows += [ReportRow(name, "activations", "fp8", "while it has one scale") for name in found]
 
 
