@@ -117,7 +117,7 @@ MUTANTS = [
     Mutant("layers/recipe_table.py", '"wgrad": module.wgrad}', '"wgrad": "fp8"}', T_POLICY),
     Mutant("layers/state.py", "for n, m in self.modules.items() if history in m.recipes", "for n, m in self.modules.items()", T_POLICY),
     Mutant("observe/measured_policy.py", "self.pick[unit] = place", "self.pick[unit] = len(self.choices[unit]) - 1", "observe/test_measured_policy.py"),
-    Mutant("model_structure/selection.py", "_fits(name, pattern) for pattern", "pattern in name for pattern", T_LINEARS),
+    Mutant("model_structure/selection.py", "fnmatch.fnmatchcase(name, pattern) for pattern", "pattern in name for pattern", T_LINEARS),
     # The emulated GEMM.
     Mutant("backends/emulated/gemm.py", "torch.mul(product, b_scale.t(), out=buffer)", "torch.mul(product, b_scale.mean(), out=buffer)", "backends/test_emulated.py"),
     Mutant("backends/emulated/gemm.py", "torch.mul(product, a_scale * b_scale", "torch.mul(product, a.scale_inv * b.scale_inv", T_EMULATED),

@@ -15,7 +15,7 @@ from foundry_fp8.compat.wrapper_tensor import save_plain
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, row_scales, scaling_of
-from foundry_fp8.model_structure.names import clean_name
+from foundry_fp8.model_structure.names import plain_name
 from foundry_fp8.surgery.published import SCALES, leave_frozen_out_of_ddp, published_weight
 
 __all__ = ["load_fp8"]
@@ -54,10 +54,7 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
     if hasattr(inner, "tie_weights") and any(p.is_meta for p in inner.parameters()):
         inner.tie_weights()  # which accelerate's init_empty_weights parts
     names = {n: n.rpartition(".") for n in inner.state_dict(keep_vars=True) if "lora_" not in n}
-    places = {
-        clean_name(n).replace(".base_layer", ""): (inner.get_submodule(at), leaf)
-        for n, (at, _, leaf) in names.items()
-    }
+    places = {plain_name(n): (inner.get_submodule(at), leaf) for n, (at, _, leaf) in names.items()}
     sources = _sources(folder, inner, places, files)
 
     def weight(key: str, dtype: torch.dtype) -> Tensor:

@@ -26,6 +26,7 @@ __all__ = [
     "in_dtype",
     "in_high_precision",
     "keep_in_fp8",
+    "quantized_weight",
     "recipe_of",
     "row_scales",
     "scaling_of",
@@ -48,12 +49,15 @@ def keep_in_fp8(weight: nn.Parameter, recipe: Recipe) -> nn.Parameter:
     """
     if not exact_for(recipe):
         raise TypeError(f"the recipe {recipe.name} has no scales of a weight alone that are powers of two")
-    scaling = recipe.scaling("w", 1)
-    found = scaling.quantize(weight.detach(), E4M3)
-    kept = FrozenFP8Weight(found.data, found.gemm_scale, found.block, scaling, weight.dtype)
-    before = nn.Parameter(kept, requires_grad=False)
+    before = nn.Parameter(quantized_weight(weight, recipe.scaling("w", 1)), requires_grad=False)
     torch.utils.swap_tensors(weight, before)
     return before
+
+
+def quantized_weight(weight: Tensor, scaling: Scaling) -> FrozenFP8Weight:
+    """The codes and scales of ``weight``, ``[out_features, in_features]``, hp."""
+    found = scaling.quantize(weight.detach(), E4M3)
+    return FrozenFP8Weight(found.data, found.gemm_scale, found.block, scaling, weight.dtype)
 
 
 def scaling_of(scale: Tensor, block: tuple[int, int] | None, columns: int) -> Scaling:

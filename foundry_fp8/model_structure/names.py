@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["BESIDE_PARAMETERS", "clean_name", "named_modules_clean", "qualified_name"]
+__all__ = ["BESIDE_PARAMETERS", "clean_name", "named_modules_clean", "plain_name", "qualified_name"]
 
 WRAPPER_PARTS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 BESIDE_PARAMETERS = "_fp8_products"
@@ -17,6 +17,11 @@ BESIDE_PARAMETERS = "_fp8_products"
 def clean_name(name: str) -> str:
     """``name`` without the parts that wrappers add (FSDP1, ``CheckpointWrapper``, ``torch.compile``)."""
     return ".".join(part for part in name.split(".") if part not in (*WRAPPER_PARTS, BESIDE_PARAMETERS))
+
+
+def plain_name(name: str) -> str:
+    """The clean name, and of the layer that PEFT has put an adapter around the one that it had before."""
+    return clean_name(name).replace(".base_layer", "")
 
 
 def named_modules_clean(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -1,8 +1,8 @@
 """Which modules: include and exclude patterns on whole names.
 
 The one form of selection in this package. Patterns are :mod:`fnmatch` globs on the fully qualified module name, so
-``*.ffn.*`` and ``*.layers.1.*`` mean what they say (``layers.1`` does not take ``layers.10``). A layer that PEFT adapts goes by its name
-in the plain model too. A pattern that matches nothing is an error.
+``*.ffn.*`` and ``*.layers.1.*`` mean what they say (``layers.1`` does not take ``layers.10``). A pattern that matches
+nothing is an error.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ __all__ = ["check_patterns_match", "matches"]
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether ``name`` matches any of the globs (case-sensitive)."""
-    return any(_fits(name, pattern) for pattern in patterns)
-
-
-def _fits(name: str, pattern: str) -> bool:
-    """As it is called, or as it was before PEFT put an adapter around it."""
-    return any(fnmatch.fnmatchcase(one, pattern) for one in (name, name.replace(".base_layer", "")))
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def check_patterns_match(patterns: Sequence[str], names: Sequence[str], key: str, what: str) -> None:
@@ -38,7 +33,7 @@ def check_patterns_match(patterns: Sequence[str], names: Sequence[str], key: str
         ConfigError: Names the pattern and the nearest name.
     """
     for pattern in patterns:
-        if not any(_fits(name, pattern) for name in names):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             close = nearest(pattern.strip("*."), names)
             shown = ", ".join(list(names)[:4]) + (", ..." if len(names) > 4 else "")
             raise ConfigError(

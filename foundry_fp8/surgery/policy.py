@@ -15,6 +15,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.gemm_layer import Choice
 from foundry_fp8.model_structure.block_numbers import parse_blocks
 from foundry_fp8.model_structure.blocks import block_index_of, transformer_stacks
+from foundry_fp8.model_structure.names import plain_name
 from foundry_fp8.model_structure.roles import roles_of
 from foundry_fp8.model_structure.selection import check_patterns_match, matches
 from foundry_fp8.numerics.recipes import Recipe
@@ -103,6 +104,7 @@ class Policy:
             ConfigError: A glob matches nothing, or a rule of a list names nothing that no rule above it names.
         """
         names = list(dict.fromkeys(names))
+        plain_names = [plain_name(name) for name in names]
         blocks = [block for stack in transformer_stacks(model) for block in stack]
         roles = roles_of(model, names) if any(rule.roles for rule in self.rules.values()) else {}
         self.kept_blocks(model)
@@ -116,12 +118,15 @@ class Policy:
         for key, rule in self.rules.items():
             if rule.globs != ("*",):
                 where = f"{key}.modules" if key in self.listed else key
-                check_patterns_match(rule.globs, names, where, "linear layers")
+                absent = [
+                    glob for glob in rule.globs if not any(matches(plain, [glob]) for plain in plain_names)
+                ]
+                check_patterns_match(absent, names, where, "linear layers")
             chosen = None if rule.blocks is None else _blocks(model, rule, key)
             named = [
                 name
-                for name in names
-                if (not rule.globs or matches(name, rule.globs))
+                for name, plain in zip(names, plain_names, strict=True)
+                if (not rule.globs or matches(name, rule.globs) or matches(plain, rule.globs))
                 and (chosen is None or block_index_of(name, blocks) in chosen)
                 and (not rule.roles or roles.get(name) in rule.roles)
             ]

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from foundry_fp8.compat.ddp_left_out import leave_out_of_ddp
 from foundry_fp8.compat.wrapper_tensor import save_plain
 from foundry_fp8.config import ConfigError
-from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, recipe_of, scaling_of
+from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, quantized_weight, recipe_of, scaling_of
 from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from foundry_fp8.model_structure.wrappers import replace_module
-from foundry_fp8.numerics.formats import E4M3
 from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.numerics.scalings import Blocks
 
@@ -93,9 +92,7 @@ def as_if_published(model: nn.Module, recipes: Sequence[Recipe]) -> None:
     scaling = asked[0] if asked and recipe_of(asked[0]) else Blocks((128, 128), power_2=False)
     for module in (module for _, block in transformer_blocks(model) for module in block.modules()):
         if isinstance(module, nn.Linear) and not (weight := module.weight).requires_grad:
-            found = scaling.quantize(weight.detach(), E4M3)
-            codes = FrozenFP8Weight(found.data, found.gemm_scale, found.block, scaling, weight.dtype)
-            module.weight = nn.Parameter(codes, requires_grad=False)
+            module.weight = nn.Parameter(quantized_weight(weight, scaling), requires_grad=False)
             save_plain(module)
 
 

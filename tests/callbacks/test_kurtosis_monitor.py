@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 import transformers
@@ -292,3 +293,14 @@ class Taking(torch.nn.Module):
 
     def forward(self, batch):
         return self.model(**batch)
+
+
+def test_what_peft_adapts_has_one_tap():
+    """A pattern of modules means the adapted layer, and not in it the one that it had before too."""
+    model, down = build_llama(), ["*.down_proj@input"]
+    plain = find_taps(model, tensors={"down": down})
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
+    taps = find_taps(adapted, tensors={"down": down})
+    assert [tap.role for tap in taps if tap.role == "down"] == [
+        tap.role for tap in plain if tap.role == "down"
+    ]
