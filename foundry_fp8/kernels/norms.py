@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import AS_WRITTEN, as_rows, check_hp, launch
+from foundry_fp8.kernels.launch import AS_WRITTEN, as_rows, check_hp, launch, tiles
 from foundry_fp8.kernels.packing import block_scales, byte_codes, load_codes, operands, quantize_blocks
 from foundry_fp8.numerics.packed import Packed, PackFormat
 
@@ -20,6 +20,8 @@ __all__ = ["MAX_COLUMNS", "norm_backward", "norm_statistics", "pack_norm_input"]
 
 MAX_COLUMNS = 65536
 """A row is held in registers."""
+SUM_ROWS, SUM_COLUMNS = 16, 32
+"""What a program that sums up parts reads at a time."""
 
 
 def norm_statistics(x: Tensor, eps: float, *, centered: bool) -> tuple[Tensor | None, Tensor]:
@@ -92,7 +94,13 @@ def pack_norm_input(
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor | Packed, rstd: Tensor, weight: Tensor | None, *, mean: Tensor | None = None
+    dy: Tensor,
+    x: Tensor | Packed,
+    rstd: Tensor,
+    weight: Tensor | None,
+    *,
+    mean: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a norm.
 
@@ -102,10 +110,11 @@ def norm_backward(
         rstd: ``[R]`` float32.
         weight: ``[C]``, hp, or ``None``.
         mean: ``[R]`` float32 for LayerNorm.
+        dtype: Of the gradients of weight and bias.
 
     Returns:
-        ``dx`` in the dtype of ``x``, and float32 ``[C]`` gradients of weight and bias, summed in a fixed order. An RMSNorm (no ``mean``)
-        has no bias: that gradient is empty.
+        ``dx`` in the dtype of ``x``, and ``[C]`` gradients of weight and bias, summed in float32 in a fixed order. An RMSNorm (no
+        ``mean``) has no bias: that gradient is empty.
 
     Raises:
         ValueError: More than 65536 columns.
@@ -117,9 +126,8 @@ def norm_backward(
     dx = torch.empty((rows, columns), dtype=x.dtype, device=dy.device)
     most = 2 * torch.cuda.get_device_properties(dy.device).multi_processor_count if dy.is_cuda else 4
     programs = max(1, min(rows, most))
-    partial = torch.empty(
-        (1 if mean is None else 2, programs, columns), dtype=torch.float32, device=dy.device
-    )
+    sums = 1 if mean is None else 2
+    partial = torch.empty((sums, programs, columns), dtype=torch.float32, device=dy.device)
     scale: Tensor | None = None
     if isinstance(x, Packed):
         values, scale = operands(x)
@@ -136,8 +144,11 @@ def norm_backward(
         launch(_backward_kernel, programs, *given, **constants)
     else:
         partial.zero_()
-    dweight, *rest = partial.sum(1)
-    return dx, dweight, rest[0] if rest else dweight.new_empty(0)
+    dweight = torch.empty(columns, dtype=dtype, device=dy.device)
+    dbias = torch.empty(0 if mean is None else columns, dtype=dtype, device=dy.device)
+    constants = {"PROGRAMS": programs, "ROWS": SUM_ROWS, "COLUMNS": SUM_COLUMNS, "num_warps": 4}
+    launch(_sum_kernel, sums * tiles(columns, SUM_COLUMNS), partial, dweight, dbias, columns, **constants)
+    return dx, dweight, dbias
 
 
 def _check_columns(columns: int) -> None:
@@ -250,3 +261,21 @@ def _backward_kernel(
     tl.store(partial_ptr + pid * C + columns, dweight, mask=inside)
     if mean_ptr is not None:
         tl.store(partial_ptr + (PROGRAMS + pid) * C + columns, dbias, mask=inside)
+
+
+@triton.jit
+def _sum_kernel(
+    partial_ptr, dweight_ptr, dbias_ptr, C, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The parts of all programs of :func:`_backward_kernel`, added up: of the weight's gradient, then of the bias'."""
+    tiles = tl.cdiv(C, COLUMNS)
+    of_bias = tl.program_id(0) // tiles
+    columns = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(0, PROGRAMS, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        inside = (rows < PROGRAMS)[:, None] & (columns < C)[None, :]
+        offsets = (of_bias * PROGRAMS + rows)[:, None] * C + columns[None, :]
+        total += tl.load(partial_ptr + offsets, mask=inside, other=0.0)
+    out_ptr = dweight_ptr if of_bias == 0 else dbias_ptr
+    tl.store(out_ptr + columns, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=columns < C)

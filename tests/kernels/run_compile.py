@@ -48,6 +48,7 @@ REPRESENTATIVES = {
     "_quantize_kernel": ("delayed e5m2 bias", "norm"),
     "_quantize_blockwise_kernel": ("rows", "mx"),
     "_backward_kernel": ("layernorm",),
+    "_sum_kernel": ("layernorm",),
     "_block_gemm_kernel": ("e5m2 by e4m3",),
     "_quantize": ("packed int8",),
     "_dequantize": ("packed int8",),

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from foundry_fp8.kernels import gated, tensorwise
+from foundry_fp8.kernels import gated, norms, tensorwise
 from foundry_fp8.kernels.blockwise import quantize_blockwise, quantize_blockwise_reference
 from foundry_fp8.kernels.gated import activation_backward, xielu_backward
 from foundry_fp8.kernels.norms import (
@@ -260,6 +260,25 @@ def test_norm_backward_is_autograds(centered, affine, device):
             torch.testing.assert_close(dweight, weight.grad, rtol=1e-4, atol=1e-4)
         if centered:
             torch.testing.assert_close(dbias, bias.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_norms_gradients_are_rounded_once(device):
+    x, dy = torch.randn(37, 130, device=device), torch.randn(37, 130, device=device)
+    source = norm(x, True)
+    given = dy, source.x, source.rstd, source.weight
+    wide = norm_backward(*given, mean=source.mean)
+    rounded = norm_backward(*given, mean=source.mean, dtype=torch.bfloat16)
+    for ours, reference in zip(rounded, (wide[0], wide[1].bfloat16(), wide[2].bfloat16()), strict=True):
+        assert ours.dtype == reference.dtype and torch.equal(ours, reference)
+
+
+@pytest.mark.parametrize("parts", [1, 16, 37])
+def test_parts_of_a_norms_gradients_add_up(parts, device):
+    partial = torch.randn(2, parts, 70, device=device)
+    sums = torch.empty(2, 70, device=device)
+    constants = {"PROGRAMS": parts, "ROWS": norms.SUM_ROWS, "COLUMNS": norms.SUM_COLUMNS}
+    norms._sum_kernel[(6,)](partial, sums[0], sums[1], 70, **constants)
+    torch.testing.assert_close(sums, partial.double().sum(1).float(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("centered", [False, True], ids=["rmsnorm", "layernorm"])

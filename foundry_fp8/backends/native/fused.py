@@ -109,13 +109,11 @@ class _Norm(torch.autograd.Function):
 
         x, gain, mean, rstd = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
-        dx, dweight, dbias = ops.norm_backward(dy.reshape(rows.shape), rows, rstd, gain, mean)
         weight_dtype, bias_dtype = ctx.dtypes
+        dx, dweight, dbias = ops.norm_backward(dy.reshape(rows.shape), rows, rstd, gain, mean, weight_dtype)
         if bias_dtype is not None and mean is None:
             dbias = dy.float().reshape(rows.shape).sum(0)
-        return (
-            dx.view(x.shape), dweight.to(weight_dtype), None if bias_dtype is None else dbias.to(bias_dtype), None,
-        )  # fmt: skip
+        return dx.view(x.shape), dweight, None if bias_dtype is None else dbias.to(bias_dtype), None
 
 
 class _Activation(torch.autograd.Function):

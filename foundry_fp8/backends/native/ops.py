@@ -236,16 +236,15 @@ def _(x, eps, centered):
 
 @operator()
 def norm_backward(
-    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, mean: Tensor | None
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, mean: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`foundry_fp8.kernels.norms.norm_backward`."""
-    dx, dweight, dbias = norm_backward_kernel(dy, x, rstd, weight, mean=mean)
-    return dx, dweight.clone(), dbias.clone()  # outputs of an operator must not share storage
+    return norm_backward_kernel(dy, x, rstd, weight, mean=mean, dtype=dtype)
 
 
 @norm_backward.register_fake
-def _(dy, x, rstd, weight, mean):
-    vector = x.new_empty((x.shape[1],), dtype=torch.float32)
+def _(dy, x, rstd, weight, mean, dtype):
+    vector = x.new_empty((x.shape[1],), dtype=dtype)
     return x.new_empty(x.shape), vector, vector.new_empty((0,) if mean is None else vector.shape)
 
 

@@ -58,7 +58,7 @@ def operator_samples(device):
             (block[0], block[1], square[0], square[1], None, 33, 33, torch.bfloat16, True),
         ),
         "statistics": (ops.norm_statistics, (x, 1e-5, True)),
-        "norm_backward": (ops.norm_backward, (x, x, vector, None, vector)),
+        "norm_backward": (ops.norm_backward, (x, x, vector, None, vector, torch.bfloat16)),
         "activation_backward": (ops.activation_backward, (x, x, x, 2)),
     }
 
