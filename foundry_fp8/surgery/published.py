@@ -58,7 +58,24 @@ def published_weight(
             f"{name}: scales {[*scale.shape]} {scale.dtype} do not fit a weight {[*codes.shape]} {codes.dtype} in blocks of {block or 'all of it'}: "
             f"float8_e4m3fn with {grid} would. Correct weight_block_size in config.json's quantization_config, or dequantise the checkpoint."
         )
-    return FrozenFP8Weight(codes, scale, block, scaling_of(scale, block, columns), dtype)
+    weight = FrozenFP8Weight(codes, scale, block, scaling_of(scale, block, columns), dtype)
+    if not scale.is_meta:
+        _check_values(name, weight)
+    return weight
+
+
+def _check_values(name: str, weight: FrozenFP8Weight) -> None:
+    scale = weight.scale.float()
+    if not (scale.isfinite() & (scale >= 0)).all():
+        wrong = "not finite, or negative"
+    elif (scale == 0).any() and ((weight.unpacked(torch.float32) == 0) & (weight.codes.float() != 0)).any():
+        wrong = "0 where codes are not"
+    else:
+        return
+    raise ConfigError(
+        f"{name}: its scale is {wrong}, so that its values are lost. torch's consolidation of shards writes 0 for a scale without "
+        "dimensions: take the files from before it, or download the checkpoint again."
+    )
 
 
 @contextmanager

@@ -252,6 +252,8 @@ def test_codes_that_were_cast_are_refused(dtype, tmp_path):
     finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
     model = nn.Sequential(nn.Linear(128, 128), finegrained.FP8Linear(128, 128, block_size=(128, 128)))
     model[1].requires_grad_(False)
+    for p in model[1].parameters():  # not initialised
+        p.copy_(torch.full(p.shape, 1.5).to(p.dtype))
     theirs = copy.deepcopy(model)
     foundry_fp8.apply_fp8(model, recipe=BLOCK["float"], backend="emulated")
     with pytest.raises(ConfigError, match=rf"^1: .*FP8 codes.*cast to {dtype}.*Load it again"):
@@ -280,6 +282,10 @@ def retyped(folder, key, dtype):
 
 def without(folder, key):
     edited(folder, key, lambda tensors: tensors.pop(key))
+
+
+def rescaled(folder, factor):
+    edited(folder, SCALE, lambda tensors: tensors.update({SCALE: tensors[SCALE] * factor}))
 
 
 def edited(folder, key, change):
@@ -315,16 +321,31 @@ def damaged(change):
         (lambda c, f: retyped(f, SCALE, torch.int32), r"scales \[3, 2\] torch\.int32 do not fit"),
         (lambda c, f: retyped(f, WEIGHT, torch.bfloat16), r"do not fit a weight \[320, 192\] torch\.bfloat16"),
         (lambda c, f: retyped(f, WEIGHT, torch.float8_e5m2), r"do not fit a weight \[320, 192\] torch\.float8_e5m2"),
+        (lambda c, f: rescaled(f, 0.0), r"up_proj.weight: its scale is 0 where codes are not.*consolidation"),
+        (lambda c, f: rescaled(f, float("nan")), r"up_proj.weight: its scale is not finite"),
+        (lambda c, f: rescaled(f, -1.0), r"up_proj.weight: its scale is not finite, or negative"),
         (lambda c, f: without(f, SCALE), "up_proj.weight is torch.float8_e4m3fn, and no weight_scale_inv"),
         (lambda c, f: without(f, "model.norm.weight"), "no tensor there is for model.norm.weight"),
     ],
-    ids=["method", "block", "empty block", "shard", "empty shard", "plain", "scale", "high precision", "e5m2", "no scale", "no tensor"],
+    ids=["method", "block", "empty block", "shard", "empty shard", "plain", "scale", "high precision", "e5m2", "zero", "nan", "negative", "no scale", "no tensor"],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(damage, said, tmp_path):
     publish(qwen3(), tmp_path)
     damaged(damage)(tmp_path)
     with pytest.raises(ConfigError, match=said):
         foundry_fp8.load_fp8(tmp_path, empty(qwen3()))
+
+
+def test_blocks_of_zeros_have_a_scale_of_zero(tmp_path):
+    model = qwen3()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[:128] = 0
+    publish(model, tmp_path)
+    edited(tmp_path, SCALE, lambda tensors: tensors[SCALE][0].zero_())
+    ours = empty(model)
+    foundry_fp8.load_fp8(tmp_path, ours)
+    up = ours.model.layers[0].mlp.up_proj.weight
+    assert not up[:128].any() and up[128:].all()
 
 
 def test_what_is_no_folder_here_is_said(tmp_path):
