@@ -1,3 +1,4 @@
+import gc
 import importlib.abc
 import importlib.util
 import os
@@ -32,6 +33,15 @@ def pytest_configure(config):
     if not torch.__version__.startswith("2.7."):
         # The list of upstream's warnings in pyproject.toml is that of the pinned stack; past it they are shown, not raised.
         config.addinivalue_line("filterwarnings", "default")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection():
+    """What is imported here stays: no search for garbage goes through these million objects, now or during the tests."""
+    gc.disable()
+    yield
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -9,6 +9,7 @@ held while it joins threads that may want that lock for the last tensor that the
 """
 
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -34,6 +35,7 @@ def serve(connection):
         except BaseException:
             connection.send(traceback.format_exc())
             continue
+        gc.freeze()  # no rank looks for garbage in what it shares with the others
         connection.send(_run(request, connection))
 
 
