@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import covertable
+import pytest
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "model": ("llama", "plain", "odd"),
@@ -181,3 +182,9 @@ def covering(strength: int = 2) -> tuple[Case, ...]:
     """Cases in which every allowed combination of ``strength`` values occurs, always in the same order."""
     rows = covertable.make(FACTORS, strength=strength, constraints=_constraints())
     return tuple(Case(**row) for row in rows)
+
+
+def pairs(sample: tuple[Case, ...], markexpr: str) -> list[Any]:
+    """``sample``, and in the full tier beside it every pair of values, which takes seconds to find."""
+    others = () if "not full" in markexpr else covering(2)
+    return [*sample, *(pytest.param(case, marks=pytest.mark.full) for case in others if case not in sample)]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.combinations import bounds
 from tests.combinations.running import LEARNING_RATE, run
-from tests.combinations.space import Case, beside_frozen_weights, covering
+from tests.combinations.space import Case, beside_frozen_weights, covering, pairs
 from tests.multiprocess import launch
 
 pytestmark = pytest.mark.multiprocess
@@ -19,8 +19,19 @@ IMPORTS = ",".join(
         "tests.combinations.running",
     )
 )
-EVERY, FIRST = 14, 12
-"""One row in so many is in the default tier."""
+SAMPLE = (
+    Case(
+        wrapper="hsdp2", dtype="float16", fp8="mxfp8", attention="delayed", checkpoint="targets", parameters="int8",
+        lora=True, tied=True, wrapped="last",
+    ),
+    Case(
+        wrapper="fsdp1-flat", dtype="float16", fp8="current", attention=True, checkpoint="full", gradients="int8",
+        accumulation="two-forwards", init="mixed",
+    ),
+    Case(wrapper="ddp", fp8="delayed", attention=True, accumulation="two-forwards"),
+    Case(fp8="native-delayed"),
+)  # fmt: skip
+"""Rows of the default tier."""
 
 
 def wrong(case: Case, ranks: list[dict]) -> list[str]:
@@ -92,10 +103,7 @@ def pytest_generate_tests(metafunc):
     if re.search(r"(?<!not )\bmatrix_full\b", metafunc.config.option.markexpr):
         rows = [pytest.param(case, marks=pytest.mark.matrix_full) for case in covering(3)]
     else:
-        rows = [
-            pytest.param(case, marks=[pytest.mark.full] if number % EVERY != FIRST else [])
-            for number, case in enumerate(covering(2))
-        ]
+        rows = pairs(SAMPLE, metafunc.config.option.markexpr)
     metafunc.parametrize("case", rows, ids=str)
 
 

@@ -16,13 +16,23 @@ from foundry_fp8.layers.state import FP8State
 from foundry_fp8.surgery.attention import FP8AttentionState
 from tests.combinations.models import batch
 from tests.combinations.running import LEARNING_RATE, STEPS, backward, digest, interpreted, loss_of, switch_on
-from tests.combinations.space import Case, covering
+from tests.combinations.space import Case, pairs
 from tests.combinations.test_pairs import IMPORTS, world_of
 from tests.combinations.wrapping import clip, parameters_of
 from tests.multiprocess import launch
 
 pytestmark = pytest.mark.multiprocess
-SAMPLE = (5, 40, 24, 53)
+SAMPLE = (
+    Case(
+        model="odd", dtype="bfloat16", fp8="block", checkpoint="offload", compression="int8", lora=True, tied=True,
+        accumulation="two-unsynchronised", clip=True, wrapped="last", evaluate=True,
+    ),
+    Case(wrapper="ddp", fp8="delayed", attention=True, accumulation="two-forwards"),
+    Case(
+        model="odd", wrapper="fsdp1", dtype="float16", fp8="mxfp8", tied=True, accumulation="two-forwards", clip=True
+    ),
+    Case(wrapper="fsdp2", fp8="block"),
+)  # fmt: skip
 """Rows of the default tier, one for each wrapper."""
 
 
@@ -72,12 +82,8 @@ def trained(case: Case, gaps: list[Any] | None) -> dict[str, Any]:
 
 
 def pytest_generate_tests(metafunc):
-    rows = [
-        pytest.param(case, marks=[] if number in SAMPLE else [pytest.mark.full])
-        for number, case in enumerate(covering(2))
-    ]
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", rows, ids=str)
+        metafunc.parametrize("case", pairs(SAMPLE, metafunc.config.option.markexpr), ids=str)
 
 
 def test_a_measurement_leaves_no_trace(case):
