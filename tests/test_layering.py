@@ -167,6 +167,11 @@ def tree_of(path):
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def uses_in(path):
+    return list(_private_uses(tree_of(path)))
+
+
 def private_names_of_others(files):
     """Where a private name is used that neither the file (for ``self`` the package) defines nor :data:`DOCUMENTED` allows."""
     trees = {path: tree_of(path) for path in files}
@@ -175,8 +180,8 @@ def private_names_of_others(files):
     known = {"a library": lambda path: set(), "another": ours.__getitem__, "self": lambda path: of_all}
     return [
         f"{path.name}: {ast.unparse(node)}"
-        for path, tree in trees.items()
-        for name, node, whose in _private_uses(tree)
+        for path in files
+        for name, node, whose in uses_in(path)
         if name not in DOCUMENTED and name not in known[whose](path)
     ]
 
@@ -187,7 +192,7 @@ def test_private_names_of_other_libraries_are_in_compat_alone():
     files = [path for path in package.rglob("*.py") if package / "compat" not in path.parents]
     found = private_names_of_others(files)
     assert found == [], "\n".join(found)
-    used = {name for path in files for name, *_ in _private_uses(tree_of(path))}
+    used = {name for path in files for name, *_ in uses_in(path)}
     assert used >= set(DOCUMENTED)
 
 
@@ -204,6 +209,7 @@ def test_the_search_for_private_names_finds_them(tmp_path):
     ]
     for line in lines:
         tree_of.cache_clear()
+        uses_in.cache_clear()
         path = tmp_path / "module.py"
         path.write_text(line)
         assert private_names_of_others([path]), line

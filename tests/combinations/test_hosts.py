@@ -59,13 +59,8 @@ NOT_SHARDED = {"CLIP": "scalar parameters"}
 """What torch's FSDP2 refuses in these hosts."""
 SAMPLE = ["shared block", *(["MPT-dmoe-glu"] if TRANSFORMERS_4 else ["GptOss"])]
 SHARES = [list(HOSTS)[first::6] for first in range(6)]
-IMPORTS = ",".join(
-    [
-        launch.FSDP,
-        *(["llmfoundry.models.mpt.modeling_mpt"] if TRANSFORMERS_4 else []),
-        "tests.combinations.sharded_hosts",
-    ]
-)
+IMPORTS = f"{launch.FSDP},tests.combinations.sharded_hosts"
+OF_FOUNDRY = ",llmfoundry.models.mpt.modeling_mpt" if TRANSFORMERS_4 else ""
 
 
 @pytest.mark.multiprocess
@@ -87,7 +82,8 @@ def test_features_hold_on_any_host_on_two_ranks(hosts, recipe, dtype):
     from tests.combinations.sharded_hosts import sharded
 
     hosts = [host for host in hosts if dtype == torch.float32 or host not in NO_AUTOCAST]
-    for found in launch.call(sharded, 2, hosts, recipe, dtype, imports=IMPORTS):
+    imports = IMPORTS + OF_FOUNDRY * any("MPT" in host for host in hosts)
+    for found in launch.call(sharded, 2, hosts, recipe, dtype, imports=imports):
         assert found.keys() == {(host, feature) for host in hosts for feature in (*FEATURES, "DDP")}
         for (host, feature), result in found.items():
             refusal = NOT_SHARDED.get(host) if feature != "DDP" else None

@@ -258,7 +258,14 @@ def test_the_guards_own_table_of_events_is_its_time_line(tmp_path):
         "rows": [["20", "layer_001", "alarm", "gradient", "FP8 changes it by 90 %"],
                  ["30", "model.layers.2.mlp", "demote", "delayed -> current", ""]],
     }  # fmt: skip
-    page, _ = report(tmp_path, [header("a", "delayed"), *batches(curve(60), metrics=monitored), events, END])
+
+    def of_the_guard(step):
+        found = monitored(step).items()
+        return {key: value for key, value in found if key.startswith(("fp8_error/", "guard/"))}
+
+    page, _ = report(
+        tmp_path, [header("a", "delayed"), *batches(curve(60), metrics=of_the_guard), events, END]
+    )
     text = " ".join(page.read_text().split())
     assert "<td>a</td><td>20</td><td>layer_001</td><td>alarm gradient: FP8 changes it by 90 %</td>" in text
     assert "<td>model.layers.2.mlp</td><td>demote delayed -&gt; current</td>" in text
