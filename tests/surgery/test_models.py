@@ -197,7 +197,7 @@ def logits_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return (output if isinstance(output, Tensor) else output.logits).detach()
 
 
-TWINS = ("MPT-dmoe", "Olmoe", "Qwen2Moe", "Qwen2", "Mistral", "Gemma", "Bart")
+TWINS = ("MPT-dmoe", "MPT-glu", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen2", "Mistral", "Gemma", "Bart")
 """Of which a quicker host of the same kind is in the default tier."""
 
 

@@ -86,9 +86,17 @@ def assert_equal(ours, theirs):
         assert torch.equal(gradient, theirs[name]), name
 
 
-@pytest.mark.parametrize("wgrad", ["fp8", "high_precision"])
+@pytest.mark.parametrize(
+    ("recipe", "wgrad"),
+    [
+        *((recipe, "fp8") for recipe in FOR_ANY_MODEL),
+        *(
+            pytest.param(recipe, "high_precision", marks=() if recipe == "delayed" else pytest.mark.full)
+            for recipe in FOR_ANY_MODEL
+        ),
+    ],
+)
 @pytest.mark.parametrize("wrap", ["plain", "fsdp1", "fsdp2"])
-@pytest.mark.parametrize("recipe", FOR_ANY_MODEL)
 def test_emulated_linears_keep_their_own_weight(recipe, wrap, wgrad, group):
     """FSDP1's weights are views in forward, which only the backend can distinguish from an input."""
     plain, compressed = (gradients(make(recipe, wrap, o, wgrad=wgrad)[0]) for o in (None, HOOKS_ALONE))
