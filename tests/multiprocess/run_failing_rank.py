@@ -26,7 +26,7 @@ from foundry_fp8.distributed.traffic import Traffic
 
 case, place, wrapper, who = sys.argv[1:5]
 beside = sys.argv[5] if len(sys.argv) > 5 else ""
-LIMIT = 3.0
+LIMIT = 4.0
 attendance.LIMIT_S, attendance.GRACE_S = LIMIT, 1.0
 # What training itself waits for ends by the job's limit; the waits of this package by one of their own.
 ours = place in ("measured_forward", "measured_backward", "adapt", "agree", "replicas")

@@ -137,7 +137,7 @@ def test_an_fsdp1_unit_around_the_model_is_known_by_the_training_state_and_is_th
 
 def left_alone(case):
     """Rank 0 does what rank 1 does not; returns what each said."""
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))
     amax_group.WAIT = datetime.timedelta(seconds=2)
     amax_group.time = types.SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 10))
     said = []
