@@ -178,24 +178,10 @@ def _processors(device: torch.device) -> int:
 
 @triton.jit
 def _block_gemm_kernel(
-    a_ptr,
-    a_scale_ptr,
-    b_ptr,
-    b_scale_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    K,
-    a_scale_stride,
-    b_scale_stride,
-    PROGRAMS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    SQUARE_B: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, M, N, K, a_scale_stride, b_scale_stride,
+    PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    SQUARE_B: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
     GROUP_M: tl.constexpr = 8  # tile rows that run together, so that they share b in L2
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)

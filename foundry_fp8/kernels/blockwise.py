@@ -307,32 +307,11 @@ def _scaled_rows(
 
 @triton.jit
 def _quantize_blockwise_kernel(
-    x_ptr,
-    x_stride,
-    up_ptr,
-    up_stride,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    bias_ptr,
-    data_ptr,
-    scale_ptr,
-    data_t_ptr,
-    scale_t_ptr,
-    partial_ptr,
-    R,
-    C,
-    padded_R,
-    padded_C,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    SQUARE: tl.constexpr,
-    FMT_MAX: tl.constexpr,
-    POWER_2: tl.constexpr,
-    VALUE_FOR_INF: tl.constexpr,
-    TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
-):
+    x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
+    data_ptr, scale_ptr, data_t_ptr, scale_t_ptr, partial_ptr, R, C, padded_R, padded_C,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SQUARE: tl.constexpr, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr,
+    VALUE_FOR_INF: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
     GROUPS_R: tl.constexpr = TILE_R // GROUP
     RUN: tl.constexpr = 8 if data_ptr is None else 16
     tiles_c = tl.cdiv(padded_C, TILE_C)

@@ -56,25 +56,11 @@ def dequantize(
 
 @triton.jit
 def _dequantize_kernel(
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    out_a_ptr,
-    out_b_ptr,
-    out_c_ptr,
-    amax_a_ptr,
-    amax_b_ptr,
-    amax_c_ptr,
-    scale_ptr,
-    slot_ptr,
-    other_ptr,
-    other_slot_ptr,
-    scale_inv_ptr,
-    size_a,
-    size_b,
-    size_c,
+    a_ptr, b_ptr, c_ptr, out_a_ptr, out_b_ptr, out_c_ptr, amax_a_ptr, amax_b_ptr, amax_c_ptr, scale_ptr,
+    slot_ptr, other_ptr, other_slot_ptr, scale_inv_ptr,
+    size_a, size_b, size_c,
     ELEMENTS: tl.constexpr,
-):
+):  # fmt: skip
     pid = tl.program_id(0)
     of_a, of_b = tl.cdiv(size_a, ELEMENTS), tl.cdiv(size_b, ELEMENTS)
     inverse = reciprocal(tl.load(scale_ptr))

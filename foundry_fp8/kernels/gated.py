@@ -72,19 +72,9 @@ def xielu_backward(dy: Tensor, x: Tensor, slopes: Tensor) -> tuple[Tensor, Tenso
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr,
-    dy_stride,
-    x_ptr,
-    x_stride,
-    up_ptr,
-    up_stride,
-    dx_ptr,
-    dup_ptr,
-    R,
-    C,
-    KIND: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    dy_ptr, dy_stride, x_ptr, x_stride, up_ptr, up_stride, dx_ptr, dup_ptr, R, C,
+    KIND: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     tiles_c = tl.cdiv(C, TILE)
     rows = ((pid // tiles_c) * TILE + tl.arange(0, TILE)).to(tl.int64)

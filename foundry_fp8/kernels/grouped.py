@@ -158,18 +158,9 @@ def _group_cast_rows(
 
 @triton.jit
 def _group_cast_kernel(
-    x_ptr,
-    x_stride,
-    scale_ptr,
-    group_ptr,
-    source_ptr,
-    data_ptr,
-    data_t_ptr,
-    P,
-    C,
-    TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
-):
+    x_ptr, x_stride, scale_ptr, group_ptr, source_ptr, data_ptr, data_t_ptr, P, C,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     tiles_c = tl.cdiv(C, TILE_C)
     first_row = (pid // tiles_c) * TILE_R

@@ -179,17 +179,9 @@ def _statistics_kernel(x_ptr, x_stride, mean_ptr, rstd_ptr, C, eps, BLOCK: tl.co
 
 @triton.jit
 def _pack_norm_input(
-    x_ptr,
-    codes_ptr,
-    scale_ptr,
-    mean_ptr,
-    rstd_ptr,
-    C,
-    eps,
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    x_ptr, codes_ptr, scale_ptr, mean_ptr, rstd_ptr, C, eps,
+    FORMAT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     columns = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -209,23 +201,10 @@ def _pack_norm_input(
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr,
-    dy_stride,
-    x_ptr,
-    x_stride,
-    scale_ptr,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    dx_ptr,
-    partial_ptr,
-    R,
-    C,
-    FORMAT: tl.constexpr,
-    PACK_BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy_ptr, dy_stride, x_ptr, x_stride, scale_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, partial_ptr,
+    R, C,
+    FORMAT: tl.constexpr, PACK_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < C

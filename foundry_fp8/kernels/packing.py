@@ -202,21 +202,9 @@ def _dequantize(
 
 @triton.jit
 def _gated_backward(
-    dh_ptr,
-    gate_ptr,
-    gate_scale_ptr,
-    up_ptr,
-    up_scale_ptr,
-    dgate_ptr,
-    dup_ptr,
-    h_ptr,
-    numel,
-    n_blocks,
-    FORMAT: tl.constexpr,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    dh_ptr, gate_ptr, gate_scale_ptr, up_ptr, up_scale_ptr, dgate_ptr, dup_ptr, h_ptr, numel, n_blocks,
+    FORMAT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offset = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = offset < numel

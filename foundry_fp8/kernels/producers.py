@@ -175,20 +175,10 @@ def produce(source: Producer) -> Tensor:
 
 @triton.jit
 def _produce_kernel(
-    x_ptr,
-    x_stride,
-    up_ptr,
-    up_stride,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    R,
-    C,
-    KIND: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
+    out_ptr, R, C,
+    KIND: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     tiles_c = tl.cdiv(C, TILE)
     first_row = tl.program_id(0) // tiles_c * TILE
     first_column = tl.program_id(0) % tiles_c * TILE

@@ -300,26 +300,10 @@ def pad_to_multiple(data: Tensor, multiple: int = GEMM_MULTIPLE) -> Tensor:
 
 @triton.jit
 def _amax_kernel(
-    x_ptr,
-    x_stride,
-    up_ptr,
-    up_stride,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    bias_ptr,
-    amax_ptr,
-    R,
-    C,
-    other_ptr,
-    other_stride,
-    other_amax_ptr,
-    other_R,
-    other_C,
-    KIND: tl.constexpr,
-    TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
-):
+    x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
+    amax_ptr, R, C, other_ptr, other_stride, other_amax_ptr, other_R, other_C,
+    KIND: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
     tiles = tl.cdiv(R, TILE_R) * tl.cdiv(C, TILE_C)
     if other_ptr is None:  # noqa: SIM114 - the compiler decides it
@@ -350,35 +334,12 @@ def raise_amax(source, amax_ptr, R, C, tile, KIND: tl.constexpr, TILE_R: tl.cons
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr,
-    x_stride,
-    up_ptr,
-    up_stride,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    bias_ptr,
-    scale_ptr,
-    slot_ptr,
-    amax_ptr,
-    stats_ptr,
-    data_ptr,
-    data_t_ptr,
-    partial_ptr,
-    R,
-    C,
-    padded_R,
-    padded_C,
-    constant,
-    gemm_constant,
-    KIND: tl.constexpr,
-    FMT_MAX: tl.constexpr,
-    POWER_2: tl.constexpr,
-    VALUE_FOR_INF: tl.constexpr,
-    STRIDE: tl.constexpr,
-    TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
-):
+    x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
+    scale_ptr, slot_ptr, amax_ptr, stats_ptr, data_ptr, data_t_ptr, partial_ptr,
+    R, C, padded_R, padded_C, constant, gemm_constant,
+    KIND: tl.constexpr, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr, VALUE_FOR_INF: tl.constexpr,
+    STRIDE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     tiles_c = tl.maximum(tl.cdiv(padded_C, TILE_C), 1)
     tile_r = pid // tiles_c

@@ -99,22 +99,9 @@ def _from_e4m3(byte):
 
 @triton.jit
 def _encode(
-    x,
-    x_stride,
-    out,
-    out_stride,
-    scales,
-    scales_stride,
-    matrix,
-    numel,
-    blocks,
-    seed,
-    AT_RANDOM: tl.constexpr,
-    LIMIT: tl.constexpr,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MANY: tl.constexpr,
-):
+    x, x_stride, out, out_stride, scales, scales_stride, matrix, numel, blocks, seed,
+    AT_RANDOM: tl.constexpr, LIMIT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * MANY + tl.arange(0, MANY)
     lane = tl.arange(0, BLOCK)
@@ -152,21 +139,9 @@ def _encode(
 
 @triton.jit
 def _decode(
-    message,
-    message_stride,
-    scales,
-    scales_stride,
-    out,
-    out_stride,
-    matrix,
-    numel,
-    blocks,
-    summed,
-    divisor,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MANY: tl.constexpr,
-):
+    message, message_stride, scales, scales_stride, out, out_stride, matrix, numel, blocks, summed, divisor,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * MANY + tl.arange(0, MANY)
     inside = block < blocks

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from foundry_fp8.compat.wrapper_tensor import WrapperTensor, shard_of, sharded_like, without_memory
 from foundry_fp8.layers.dtensor import whole
-from foundry_fp8.numerics.formats import E4M3
-from foundry_fp8.numerics.quantize import block_amax
+from foundry_fp8.numerics.formats import E4M3, cast
+from foundry_fp8.numerics.quantize import amax_of, block_amax
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, MXFP8Scaling, Recipe
 from foundry_fp8.numerics.scalings import Blocks, MXBlocks, OneScale, Rows, Scaling
 
@@ -172,17 +172,33 @@ class FrozenFP8Weight(WrapperTensor):
         return values
 
     def write(self, value: Tensor) -> None:
-        """Quantise ``value``, hp, in place of what is there; a block in which nothing changes keeps its codes and its scale."""
+        """Quantise ``value``, hp, in place of what is there.
+
+        A block in which nothing changes keeps its codes and its scale. One whose scale is no power of two keeps its scale as long as
+        the values fit it: adapters are merged and taken out many times, and with a scale of its own each sum would be a little larger.
+        """
         if value.dim() == 3:
             for i, one in enumerate(value):
                 self._expert(i).write(one)
             return
-        changed = value != self.unpacked(value.dtype)
         found = self.scaling.quantize(value, E4M3)
-        blocks = changed.any() if self.block is None else block_amax(changed, self.block) > 0
-        codes, scale = self.codes.view(torch.uint8), found.gemm_scale
-        codes.copy_(torch.where(found.expanded(blocks), found.data.view(torch.uint8), codes))
-        self.scale.copy_(torch.where(blocks, scale, self.scale.to(scale.dtype)))
+        changed = self._largest(value != self.unpacked(value.dtype)) > 0
+        data, scale, old = found.data, found.gemm_scale, self.scale.to(found.gemm_scale.dtype)
+        if not getattr(self.scaling, "power_2", True):
+            wide, each = value.float(), found.expanded(old)
+            on_old = cast(wide / each, E4M3)
+            off = self._largest((on_old.float() * each - wide).abs())
+            fits = off.isfinite() & (off <= 2 * self._largest((found.dequantize() - wide).abs()))
+            data = torch.where(found.expanded(fits), on_old.view(torch.uint8), data.view(torch.uint8))
+            scale = torch.where(fits, old, scale)
+        codes = self.codes.view(torch.uint8)
+        codes.copy_(torch.where(found.expanded(changed), data.view(torch.uint8), codes))
+        self.scale.copy_(torch.where(changed, scale, old))
+
+    def _largest(self, x: Tensor) -> Tensor:
+        """Of each block; NaN is larger than all."""
+        x = x.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        return amax_of(x) if self.block is None else block_amax(x, self.block)
 
     def own(self, func: Any, args: Any) -> Any:
         """See :meth:`WrapperTensor.own`: one expert; for FSDP2 an empty shard, and what it gathered as a whole."""

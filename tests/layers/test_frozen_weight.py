@@ -10,10 +10,16 @@ from torch import nn
 
 from foundry_fp8 import apply_fp8
 from foundry_fp8.config import ConfigError
-from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, in_high_precision, keep_in_fp8
+from foundry_fp8.layers.frozen_weight import (
+    FrozenFP8Weight,
+    in_high_precision,
+    keep_in_fp8,
+    quantized_weight,
+)
 from foundry_fp8.numerics.formats import E4M3
 from foundry_fp8.numerics.quantize import quantize_block, quantize_mx
 from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, MXFP8Scaling
+from foundry_fp8.numerics.scalings import Blocks, OneScale, Rows
 
 CURRENT = {"name": "current", "power_2_scales": True}
 RECIPES = {"current": CURRENT, "block": "block", "mxfp8": "mxfp8"}
@@ -399,3 +405,36 @@ def test_peft_merges_into_it_and_says_what_it_merged():
     x = torch.randint(64, (2, 16))
     assert torch.isfinite(model(input_ids=x, labels=x).loss)
     assert F.linear(torch.ones(1, 64), layer.base_layer.weight).shape == (1, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "scaling", [OneScale(), Rows(1), Blocks((128, 128), power_2=False), Blocks((128, 128))], ids=str
+)
+def test_what_is_added_and_taken_out_many_times_leaves_it_in_place(scaling, dtype):
+    """TRL's GRPO merges adapters in every step, and takes them out again."""
+    torch.manual_seed(0)
+    weight = quantized_weight((torch.randn(256, 256) / 16).to(dtype), scaling)
+    before, delta = weight.unpacked(torch.float32), (torch.randn(256, 256) / 300).to(dtype)
+    moved = []
+    for _ in range(20):
+        weight.add_(delta)
+        assert (weight.unpacked(torch.float32) - before - delta).norm() < 0.04 * before.norm()
+        weight.sub_(delta)
+        moved.append(float((weight.unpacked(torch.float32) - before).norm() / before.norm()))
+    assert moved[-1] < 0.03 and len({*moved[10:]}) == 1, moved  # it was 0.18 of scales of rows
+
+
+@pytest.mark.parametrize("scaling", [OneScale(), Rows(1), Blocks((128, 128), power_2=False)], ids=str)
+def test_values_of_other_scales_are_taken_with_those(scaling):
+    """A checkpoint's, by ``load_state_dict``; also after a weight that was not finite."""
+    torch.manual_seed(0)
+    weight, other = (quantized_weight(torch.randn(256, 256) * size, scaling) for size in (1.0, 1.3))
+    wanted, broken = other.unpacked(torch.float32), torch.randn(256, 256)
+    broken[0, 0] = torch.inf
+    for value in (wanted, broken, wanted):
+        weight.copy_(value)
+        if value is wanted:
+            torch.testing.assert_close(weight.unpacked(torch.float32), wanted, rtol=1e-6, atol=0.0)
+        else:
+            assert not weight.unpacked(torch.float32).isfinite().all()
