@@ -120,7 +120,7 @@ def check_conversion(
     if config["model"]["name"] != FOLDER_MODEL:  # Trainer writes no run log
         from foundry_fp8.callbacks.run_log import RunLog
 
-        log = RunLog((config.get("loggers") or {}).get("run_log", {}).get("path"))
+        log = RunLog(((config.get("loggers") or {}).get("run_log") or {}).get("path"))
         where = str(log.path_of(str(config.get("run_name") or "{run_name}")))
     notes = notices(report, precision=precision, device="cuda", callbacks=callbacks)
     head, *lines = announcement(

@@ -26,6 +26,7 @@ ADDED = (
     ("loggers", "run_log", "runs/{run_name}/run_log.jsonl, which foundry-fp8 compare reads"),
 )  # fmt: skip
 """To every run, without options: section, name, and why."""
+SECTIONS = ("algorithms", "callbacks", "loggers")
 
 
 def init(
@@ -68,11 +69,16 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
             f"--hardware: {hardware.name} does not multiply FP8. To see FP8's losses without its speed, write "
             "algorithms: {fp8: {backend: emulated}} yourself."
         )
-    from ruamel.yaml import YAML
+    from ruamel.yaml import YAML, YAMLError
 
     run, reader = resolve_yaml(text, where), YAML()
     reader.preserve_quotes, reader.width = True, 4096
-    config = reader.load(text)
+    step = re.search(r"^\S[^#\n]*:\s*(?:#.*)?\n( +)(?=[^\s#-])", text, re.MULTILINE)
+    reader.indent(mapping=len(step[1]) if step else 2)
+    try:
+        config = reader.load(text)
+    except YAMLError as error:
+        raise ConfigError(f"{where} cannot be changed line by line: {error}") from error
     if not isinstance(config.get("model"), MutableMapping):
         raise ConfigError(f"{where} is no training run of LLM Foundry: it has no model.")
     said: list[str] = []
@@ -91,13 +97,27 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
         section[key] = value
 
     _replace_others_fp8(run, config, change)
-    for section in ("algorithms", "callbacks", "loggers"):
+    for section in SECTIONS:
         if config.get(section) is None:
             config[section] = type(config)()
+        if (
+            not isinstance(config[section], MutableMapping)
+            or sum(config[section] is config.get(s) for s in SECTIONS) > 1
+        ):
+            raise ConfigError(
+                f"{where}: {section} refers to something else (an interpolation, or an anchor that another section shares). Write its "
+                "entries there, and run init again."
+            )
     # Named: auto leaves out layers that are too small to be faster, in a small model all of them.
     why = f"linear layers in FP8, as {hardware.name} multiplies it; algorithms.fp8.enabled=false is the BF16 twin"
     add("algorithms", "fp8", why, recipe=hardware.gpu.recipe)
-    if hardware.nodes > 1 and run.get("fsdp_config") is not None:
+    strategy = (run.get("fsdp_config") or {}).get("sharding_strategy")
+    if (
+        hardware.nodes > 1
+        and run.get("fsdp_config") is not None
+        and strategy != "NO_SHARD"
+        and not run.get("tp_config")
+    ):
         why = f"shard inside a node, replicate across the {hardware.nodes}; remove it if a node cannot hold the model"
         add("algorithms", "hybrid_sharding", why, shard="node")
     for section, name, why in ADDED:
@@ -106,7 +126,12 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
         return text, []
     out = io.StringIO()
     reader.dump(config, out)
-    return _as_written(text, out.getvalue()), said
+    changed = _as_written(text if text.endswith("\n") else f"{text}\n", out.getvalue())
+    try:
+        same = reader.load(changed) == reader.load(out.getvalue())
+    except YAMLError:
+        same = False
+    return changed if same else out.getvalue(), said
 
 
 def _replace_others_fp8(run: Mapping[str, Any], config: Any, change: Any) -> None:
@@ -126,7 +151,8 @@ def _as_written(before: str, after: str) -> str:
     """``after`` with the lines of ``before`` where it differs in spelling alone: ``null``, or the space before a comment."""
 
     def meaning(line: str) -> str:
-        return " ".join(re.sub(r":\s+null\b", ":", line).split())
+        null = line if line.startswith(SECTIONS) else re.sub(r":\s+null\b", ":", line)
+        return " ".join(null.split())
 
     old, new = before.splitlines(True), after.splitlines(True)
     lines: list[str] = []

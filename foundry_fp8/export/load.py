@@ -16,7 +16,7 @@ from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.dtensor import is_dtensor
 from foundry_fp8.layers.frozen_weight import FrozenFP8Weight, row_scales, scaling_of
 from foundry_fp8.model_structure.names import plain_name
-from foundry_fp8.surgery.published import SCALES, leave_frozen_out_of_ddp, published_weight
+from foundry_fp8.surgery.published import SCALES, leave_frozen_out_of_ddp, published_weight, share_scalings
 
 __all__ = ["load_fp8"]
 
@@ -91,6 +91,7 @@ def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
             f"{folder}: {left[0]} is not there, and on the meta device in the model. Make the model with its buffers (accelerate's "
             "init_empty_weights(include_buffers=False))."
         )
+    share_scalings(model)
     leave_frozen_out_of_ddp(model)
     return kept
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "check_codes_stay",
     "leave_frozen_out_of_ddp",
     "published_weight",
+    "share_scalings",
 ]
 
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -93,8 +95,18 @@ def adopted(model: nn.Module) -> Iterator[None]:
             raise ConfigError(f"{name} trains in {p.dtype}, as PEFT makes an adapter of a base in FP8. Cast it to bfloat16 (its module's .to()), or adapt a model that load_fp8 filled.")  # fmt: skip
     for name, module in found.items():
         replace_module(model, name, _linear_of(name, module, dtypes[0] if dtypes else torch.bfloat16))
+    share_scalings(model)
     yield
     leave_frozen_out_of_ddp(model)
+
+
+def share_scalings(model: nn.Module) -> None:
+    """Say of float32 scales that happen to be powers of two, beside others that are not, what is said of the others: one recipe reads all."""
+    kept = [p for p in model.parameters() if isinstance(p, FrozenFP8Weight) and p.scale.dtype == torch.float32]
+    if any(getattr(p.scaling, "power_2", True) is False for p in kept):
+        for p in kept:
+            if hasattr(p.scaling, "power_2"):
+                p.scaling = dataclasses.replace(p.scaling, power_2=False)
 
 
 def leave_frozen_out_of_ddp(model: nn.Module) -> None:

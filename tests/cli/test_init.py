@@ -53,6 +53,57 @@ def test_lines_are_added_and_nothing_else_changes(path):
     assert "hybrid_sharding" not in add_fp8(before, ONE_NODE)[0]
 
 
+MODEL = "model:\n  name: mpt_causal_lm\n"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        f"{MODEL}  d_model: 64",
+        f"{MODEL}callbacks: null\nseed: null\n",
+        "model:\n    name: m\nalgorithms:\n    gradient_clipping:\n        clipping_type: norm\nlist:\n- 1\n-   a: 2\n    b: 3\n",
+        "model:\n  name: m\nother:\n    a: 1\nalgorithms:\n      gradient_clipping:\n        clipping_type: norm\n",
+        f"{MODEL}algorithms: {{gradient_clipping: {{}}}}\nloggers:\n  null_logger: null\n",
+    ],
+    ids=["no end of line", "null", "four spaces", "many spaces", "flow"],
+)
+def test_what_is_written_is_what_was_there_and_what_was_added(before):
+    after, _ = add_fp8(before, ONE_NODE)
+    wanted = values(before)
+    for section, added in (
+        ("algorithms", {"fp8": {"recipe": "current"}}),
+        ("callbacks", {"mfu_monitor": {}, "divergence_guard": {}}),
+        ("loggers", {"run_log": {}}),
+    ):
+        wanted[section] = {**(wanted.get(section) or {}), **added}
+    assert values(after) == wanted and add_fp8(after, ONE_NODE) == (after, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            f"variables:\n  own: {{}}\n{MODEL}callbacks: ${{variables.own}}\n",
+            "callbacks refers to something else",
+        ),
+        (f"{MODEL}algorithms: &all {{}}\ncallbacks: *all\n", "algorithms refers to something else"),
+        ("model:\n  name: m\t# after a tab\n", "cannot be changed line by line"),
+    ],
+    ids=["interpolation", "anchor", "tab"],
+)
+def test_what_cannot_be_added_to_is_said(text, said):
+    with pytest.raises(ConfigError, match=said):
+        add_fp8(text, ONE_NODE)
+
+
+@pytest.mark.parametrize(
+    "key", ["fsdp_config:\n  sharding_strategy: NO_SHARD\n", "fsdp_config: {}\ntp_config: {strategy: ffn}\n"]
+)
+def test_hybrid_sharding_is_left_out_where_doctor_refuses_it(key):
+    assert "hybrid_sharding" not in add_fp8(MODEL + key, TWO_NODES)[0]
+    assert "hybrid_sharding" in add_fp8(f"{MODEL}fsdp_config: {{}}\n", TWO_NODES)[0]
+
+
 def test_other_ways_to_fp8_are_replaced_and_said():
     text = "model:\n  name: mpt_causal_lm\n  fc_type: te\n  ffn_config: {ffn_type: te_ln_mlp}\nprecision: amp_fp8  # was fast\n"
     after, said = add_fp8(text, ONE_NODE)

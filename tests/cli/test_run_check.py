@@ -90,6 +90,11 @@ def test_the_stock_examples_will_run(run, stem):
         assert "M of them trained" in found["memory"][0].text
 
 
+def test_options_may_be_null(run):
+    found = run("mpt-125m", loggers__run_log=None, callbacks__mfu_monitor=None)
+    assert errors(found) == [] and found["conversion"]
+
+
 def test_a_folder_with_a_config_alone_needs_no_weights(run):
     found = run("hf-llama-3.1-8B", model__pretrained=True, global_train_batch_size=16)
     assert "model" not in found and "FP8: 14 of 15 linears" in found["conversion"][0].text

@@ -271,6 +271,21 @@ def test_codes_of_compressed_tensors_that_were_cast_are_refused(tmp_path):
         foundry_fp8.apply_fp8(nn.Sequential(theirs).half(), include=["*"], recipe="block", backend="emulated")
 
 
+@pytest.mark.parametrize("block", ["tensor", "channel"])
+def test_a_scale_that_happens_to_be_a_power_of_two_is_read_as_the_others(block, tmp_path):
+    model = qwen3()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.clamp_(-1, 1)[:] *= 1.75 / 16
+        model.model.layers[1].mlp.down_proj.weight[:, 5] = 1.75 / 16
+    values = publish(model, tmp_path, block=block, layout="compressed-tensors", shards=1)
+    ours = empty(model)
+    foundry_fp8.load_fp8(tmp_path, ours.requires_grad_(False))
+    assert len({p.scaling for p in ours.parameters() if isinstance(p, FrozenFP8Weight)}) == 1
+    if block == "tensor":
+        foundry_fp8.apply_fp8(ours, recipe="current", backend="emulated")
+    assert torch.equal(ours.eval()(IDS).logits, reference(model, values).eval()(IDS).logits)
+
+
 SECOND = "model-00002-of-00002.safetensors"
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 SCALE = f"{WEIGHT}_scale_inv"
