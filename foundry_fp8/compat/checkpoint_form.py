@@ -1,4 +1,4 @@
-"""Names and shapes of a Hugging Face checkpoint, where the model's parameters have others: experts in one parameter (transformers 5).
+"""Names and shapes of a Hugging Face checkpoint, where the model's parameters have others (transformers 5): experts in one parameter, modules renamed.
 
 Cause: the mapping that transformers 5 loads and saves by has no public name
 (https://github.com/huggingface/transformers/blob/main/src/transformers/core_model_loading.py); in transformers 4 modules are named as in
@@ -7,11 +7,12 @@ checkpoints. Remove when there is a public one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["checkpoint_form"]
+__all__ = ["checkpoint_form", "renamed_by"]
 
 
 def checkpoint_form(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -30,3 +31,22 @@ def checkpoint_form(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     finally:
         model._weight_conversions = loaded_by
     return found
+
+
+def renamed_by(model: Any) -> Callable[[str], str]:
+    """How ``from_pretrained`` of transformers 5 spells a checkpoint's name for ``model``, experts apart; as it is for any other model."""
+    import transformers
+
+    if int(transformers.__version__.split(".")[0]) < 5 or not isinstance(model, transformers.PreTrainedModel):
+        return str
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
+
+    def renamed(name: str) -> str:
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    return renamed

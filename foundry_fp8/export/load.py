@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foundry_fp8.compat.checkpoint_form import renamed_by
 from foundry_fp8.compat.wrapper_tensor import save_plain
 from foundry_fp8.config import ConfigError
 from foundry_fp8.layers.dtensor import is_dtensor
@@ -145,9 +146,11 @@ def _sources(
     further = f"model.layers.{getattr(getattr(model, 'config', None), 'num_hidden_layers', None)}."  # predicts more tokens
     found: dict[str, Any] = {}
     stacked: dict[str, dict[str, dict[str, str]]] = {}
+    renamed = renamed_by(model)
     for key in files:
-        names = [key.replace(".block_sparse_moe.", ".mlp."), key, f"model.{key}", key.removeprefix("model.")]
-        name, expert = next((name for name in names if name in places), None), _EXPERT.match(names[0])
+        names = [name for k in (key, renamed(key)) for name in (k, f"model.{k}", k.removeprefix("model."))]
+        name = next((name for name in names if name in places), None)
+        expert = _EXPERT.match(key.replace(".block_sparse_moe.", ".mlp."))
         part = "down_proj" if expert and expert[3] in ("down_proj", "w2") else "gate_up_proj"
         if name is not None:
             found[name] = key

@@ -16,7 +16,7 @@ from foundry_fp8.config import ConfigError
 __all__ = ["Clock", "Moment", "clocks", "length_of", "parse_moment"]
 
 Clock = Mapping[str, float]  # unit -> how much of it a run has finished
-_TIME = re.compile(r"(\d{1,18}(?:\.\d{1,18})?(?:e\+?\d\d?)?)([KMBT]?)(ba|ep|sp|tok|dur)", re.ASCII)
+_TIME = re.compile(r"(\d{1,18}(?:\.\d{1,18})?(?:e\+?\d\d?)?)([KMBT]?) ?(ba|ep|sp|tok|dur)", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,8 @@ def parse_moment(value: Any, key: str) -> Moment | None:
     """``100ba``, ``20Btok``, ``2ep``, ``0.9dur``, or an integer, of batches; ``ConfigError`` for all else, wall-clock time too."""
     if value is None or isinstance(value, Moment):
         return value
-    found = _TIME.fullmatch(f"{value}ba" if type(value) is int else value if isinstance(value, str) else "")
+    said = f"{value}ba" if type(value) is int else value if isinstance(value, str) else ""
+    found = _TIME.fullmatch(re.sub(r"(?<=\d)_(?=\d)", "", said))
     number = Decimal(0) if found is None else Decimal(found[1]).scaleb(3 * " KMBT".index(found[2] or " "))
     share = found is not None and found[3] == "dur"
     if found is None or number >= 10**18 or (number > 1 if share else number != int(number)):

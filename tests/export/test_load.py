@@ -286,6 +286,40 @@ def test_a_scale_that_happens_to_be_a_power_of_two_is_read_as_the_others(block, 
     assert torch.equal(ours.eval()(IDS).logits, reference(model, values).eval()(IDS).logits)
 
 
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+}
+VISION = {**SIZES, "hidden_size": 32, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("GPTNeoX", SIZES),
+        ("Phimoe", {**SIZES, "num_key_value_heads": 2, "num_local_experts": 2}),
+        ("Llava", {"text_config": {"model_type": "llama", **SIZES}, "vision_config": {"model_type": "clip_vision_model", **VISION}}),
+    ],
+)  # fmt: skip
+def test_what_transformers_names_otherwise_in_checkpoints_is_found(name, sizes, tmp_path):
+    """transformers 5 renames heads, routers and whole towers while it loads."""
+    transformers = pytest.importorskip("transformers")
+    kind = "ForConditionalGeneration" if name == "Llava" else "ForCausalLM"
+    model_of = getattr(transformers, f"{name}{kind}")
+    model = model_of(getattr(transformers, f"{name}Config")(**sizes))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ours = model_of(model.config)
+    assert foundry_fp8.load_fp8(tmp_path, ours) == []
+    for key, wanted in model.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], wanted), key
+
+
 SECOND = "model-00002-of-00002.safetensors"
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 SCALE = f"{WEIGHT}_scale_inv"

@@ -347,7 +347,7 @@ def test_trainer_follows_them_and_resumes(name, options, moments, tmp_path, monk
     [
         (7, Moment(7)), ("1000ba", Moment(1000)), ("20Btok", Moment(20 * 10**9, "tok")), ("1.5Mtok", Moment(1500000, "tok")),
         ("3e4tok", Moment(30000, "tok")), ("2ep", Moment(2, "ep")), ("0.9dur", Moment(0.9, "dur")), ("1dur", Moment(1.0, "dur")),
-        ("64sp", Moment(64, "sp")),
+        ("64sp", Moment(64, "sp")), ("500_000tok", Moment(500000, "tok")), ("100 ba", Moment(100)),
     ],
 )  # fmt: skip
 def test_times_are_composers(value, moment):

@@ -66,7 +66,7 @@ class FusedHead:
         self._head = [head]  # no submodule of anything
         self._targets: Tensor | None = None
         self._trusted = False
-        self._warned = False
+        self._running = self._warned = False
 
     def __str__(self) -> str:
         behind = "".join(f", {name} {number:g}" if number else f", {name}" for name, number in self.steps)
@@ -84,13 +84,13 @@ class FusedHead:
 
     def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Before the model's forward: take the labels, shifted by one."""
-        labels = _labels(model, args, kwargs)
+        self._running, labels = True, _labels(model, args, kwargs)
         if labels is not None:
             self._targets = F.pad(labels, (0, 1), value=IGNORE)[..., 1:]
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
         """After it: forget them."""
-        self._targets = None
+        self._running, self._targets = False, None
 
     @torch.compiler.disable  # a graph ends before the head
     def run(self, forward: Callable[..., Tensor], x: Tensor, *more: Any, **keywords: Any) -> Any:
@@ -99,7 +99,7 @@ class FusedHead:
         if not head.training:
             return forward(head, x, *more, **keywords)
         if self._targets is None:
-            if torch.is_grad_enabled() and not self._warned:
+            if self._running and torch.is_grad_enabled() and not self._warned:
                 log.warning("%s: a training forward was given no labels, so its logits are whole.", KEY)
                 self._warned = True
             return forward(head, x, *more, **keywords)

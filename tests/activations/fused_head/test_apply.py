@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import foundry_fp8
 from foundry_fp8 import ConfigError, apply_activation_compression, apply_fp8, apply_fused_head
 from foundry_fp8.activations.fused_head.logits import DeferredLogits
 from tests import model_zoo as zoo
@@ -104,6 +105,13 @@ def test_without_labels_and_in_evaluation_logits_are_whole(caplog):
     model.eval()
     evaluated = model(**inputs)
     assert torch.equal(evaluated.logits, wanted) and evaluated.loss.isfinite()
+
+
+def test_a_conversion_that_tries_the_head_says_nothing(caplog):
+    model = zoo.hugging_face("Llama").train()
+    apply_fused_head(model)
+    foundry_fp8.apply_fp8(model, recipe="current", backend="emulated")
+    assert not caplog.records
 
 
 def test_positional_labels_are_found():
