@@ -8,8 +8,6 @@ have the largest number there is). Remove when torch offers public calls.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch.autograd import forward_ad
 from foundry_fp8.config.versions import moved
 
 __all__ = [
+    "apply_untransformed",
     "backward_number",
     "batched",
     "inside_backward",
@@ -40,7 +39,10 @@ def _missing() -> str | None:
         return "Node._sequence_nr"
     # The number that the next node gets.
     counter = getattr(torch._C._autograd, "_get_sequence_nr", lambda: None)
-    return None if counter() == node._sequence_nr() + 1 else "torch._C._autograd._get_sequence_nr"
+    if counter() != node._sequence_nr() + 1:
+        return "torch._C._autograd._get_sequence_nr"
+    keys = ("_dispatch_tls_local_include_set", "_vmapmode_increment_nesting", "_vmapmode_decrement_nesting")
+    return next((f"torch._C.{name}" for name in keys if not hasattr(torch._C, name)), None)
 
 
 if (_name := _missing()) is not None:
@@ -56,8 +58,16 @@ def maybe_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-batched: Callable[[], bool] = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, "VmapMode")
-"""True inside of what ``is_grads_batched`` makes of a backward."""
+_keys = torch._C._dispatch_tls_local_include_set
+_none = _keys().raw_repr()
+torch._C._vmapmode_increment_nesting()
+_VMAP_MODE = _keys().raw_repr() & ~_none
+torch._C._vmapmode_decrement_nesting()
+
+
+def batched() -> bool:
+    """True inside of what ``is_grads_batched`` makes of a backward. A fifth of what asking by the key's name costs."""
+    return bool(_keys().raw_repr() & _VMAP_MODE)
 
 
 def transformed() -> bool:
@@ -94,3 +104,8 @@ def node_number(node: Any) -> int:
     """The number of a node, larger than any other's for a leaf."""
     number: int = node._sequence_nr()
     return number
+
+
+def apply_untransformed(function: Any, *args: Any) -> Any:
+    """``function.apply(*args)`` where no transform of ``torch.func`` runs, as has been asked: asking again takes 2 of its 7 microseconds."""
+    return super(torch.autograd.Function, function).apply(*args)

@@ -189,8 +189,11 @@ class BlockCast:
             scale = empty(scales, dtype=scales_dtype, device=device)
         if self._by_columns is not None:
             shape, scales = self._by_columns
-            data_t = empty(shape, dtype=dtype, device=device)
-            scale_t = empty(scales, dtype=scales_dtype, device=device)
+            if data is None or scale is None:
+                data_t = empty(shape, dtype=dtype, device=device)
+                scale_t = empty(scales, dtype=scales_dtype, device=device)
+            else:  # cheaper for the host
+                data_t, scale_t = data.new_empty(shape), scale.new_empty(scales)
         if self._sums is not None:
             partial = empty(self._sums, dtype=torch.float32, device=device)
         self._launch(*pointers, data, scale, data_t, scale_t, partial, *self._sizes)

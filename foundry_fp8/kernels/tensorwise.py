@@ -248,8 +248,12 @@ class Cast:
             ``data``, ``data_t`` and ``column_sum`` of :class:`Tensorwise`.
         """
         empty, dtype, device = torch.empty, self._dtype, self._device
-        data = None if self._shape is None else empty(self._shape, dtype=dtype, device=device)
-        data_t = None if self._shape_t is None else empty(self._shape_t, dtype=dtype, device=device)
+        data = data_t = None
+        if self._shape is not None:
+            data = empty(self._shape, dtype=dtype, device=device)
+            data_t = None if self._shape_t is None else data.new_empty(self._shape_t)  # cheaper for the host
+        elif self._shape_t is not None:
+            data_t = empty(self._shape_t, dtype=dtype, device=device)
         partial = None if self._sums is None else empty(self._sums, dtype=torch.float32, device=device)
         if known_amax is None:
             known_amax = stats

@@ -17,7 +17,7 @@ from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, shared
 from foundry_fp8.backends.native.plan import Layout
 from foundry_fp8.backends.native.room import Room
 from foundry_fp8.backends.size_rule import size_reason
-from foundry_fp8.compat.autograd import inside_backward
+from foundry_fp8.compat.autograd import apply_untransformed, inside_backward
 from foundry_fp8.compat.fake_tensor import dry_run
 from foundry_fp8.compat.fresh_view import fresh_view
 from foundry_fp8.compat.fsdp2 import shard_versions
@@ -152,9 +152,13 @@ class NativeBackend(Backend):
             shared = self.inputs.of(x, id(call.plan), dtype)
         with without_autocast(x.device.type):
             cached = self.cached_weight(module, call, dtype) if self.options.cache_weights is True else None
-            keep_w = not compiling and self.room.there is True and self.keeps_weight(x)
+            keep_w = self.room.there is True and not compiling and self.keeps_weight(x)
             given = call, cached, shared, keep_w, torch.is_grad_enabled()
-            y: Tensor = NativeLinear.apply(x_hp, weight, bias, given)  # type: ignore[no-untyped-call]
+            y: Tensor = (
+                NativeLinear.apply(x_hp, weight, bias, given)  # type: ignore[no-untyped-call]
+                if compiling
+                else apply_untransformed(NativeLinear, x_hp, weight, bias, given)
+            )
         return fresh_view(y, *x.shape[:-1], len(weight)) if compiling and x.dim() != 2 else y
 
     def attention(self) -> AttentionBackend:

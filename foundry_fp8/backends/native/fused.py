@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, shared_input
 from foundry_fp8.backends.native.source import Source
+from foundry_fp8.compat.autograd import apply_untransformed
 from foundry_fp8.compat.fresh_view import in_shape
 from foundry_fp8.compat.module_hooks import watched
 from foundry_fp8.kernels.launch import HP_DTYPES, interpreting
@@ -243,7 +244,7 @@ def _mlp(x: Tensor, members: Sequence[Any], form: MLPForm) -> Tensor:
         cached = [m.backend.cached_weight(m, call, dtype) for m, call in zip(members, calls, strict=True)]
         tensors = *weights, *(m.bias for m in members)
         keeps = members[0].backend.keeps_weight(x), torch.is_grad_enabled()
-        y: Tensor = _MLP.apply(x, ACTIVATIONS[form.activation], calls, cached, keeps, *tensors)  # type: ignore[no-untyped-call]
+        y: Tensor = apply_untransformed(_MLP, x, ACTIVATIONS[form.activation], calls, cached, keeps, *tensors)
     if y.grad_fn is not None:
         y.grad_fn.calls_at_backward = lambda: [record(None) for record in records]  # type: ignore[attr-defined]
     return y

@@ -109,7 +109,7 @@ class NativeLinear(torch.autograd.Function):
             hp_x = hp_x if ctx.shape is None else hp_x.reshape(-1, ctx.shape[-1])
             dw = (dy.t() @ hp_x * ctx.call.plan.alpha).to(saved[0].dtype)
         if dx is not None and ctx.shape is not None:
-            dx = dx.view(ctx.shape)
+            dx = in_shape(dx, *ctx.shape)
         return dx, dw, None if db is None else db.to(ctx.bias_dtype), None
 
 
