@@ -73,6 +73,7 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
 
     run, reader = resolve_yaml(text, where), YAML()
     reader.preserve_quotes, reader.width = True, 4096
+    # What is added stands as far in as the file's own lines do.
     step = re.search(r"^\S[^#\n]*:\s*(?:#.*)?\n( +)(?=[^\s#-])", text, re.MULTILINE)
     reader.indent(mapping=len(step[1]) if step else 2)
     try:

@@ -35,6 +35,8 @@ def checkpoint_form(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 
 def renamed_by(model: Any) -> Callable[[str], str]:
     """How ``from_pretrained`` of transformers 5 spells a checkpoint's name for ``model``, experts apart; as it is for any other model."""
+    if not hasattr(type(model), "config_class"):
+        return str
     import transformers
 
     if int(transformers.__version__.split(".")[0]) < 5 or not isinstance(model, transformers.PreTrainedModel):

@@ -96,9 +96,15 @@ class MeasuredPolicy:
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Unit, recipe, error and what was not taken, in words."""
-        errors = ["" if math.isnan(one.error) else f"{one.error:.1%}" for one in self.decisions]
-        pairs = zip(self.decisions, errors, strict=True)
-        return [(one.unit, recipe_name(one.recipe), error, one.faster) for one, error in pairs]
+        return [
+            (
+                one.unit,
+                recipe_name(one.recipe),
+                "" if math.isnan(one.error) else f"{one.error:.1%}",
+                one.faster,
+            )
+            for one in self.decisions
+        ]
 
     def summary(self) -> str:
         """:meth:`rows` for a terminal, and a line on the whole."""
