@@ -13,7 +13,7 @@ import typer
 
 from foundry_fp8.cli.hardware import Hardware, parse_hardware
 from foundry_fp8.cli.yaml_model import resolve_yaml
-from foundry_fp8.cli.yaml_run import has_te_layers, precision_of
+from foundry_fp8.cli.yaml_run import has_te_layers, precision_of, run_of
 from foundry_fp8.config import ConfigError
 from foundry_fp8.config.files import write_file
 
@@ -112,13 +112,7 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
     # Named: auto leaves out layers that are too small to be faster, in a small model all of them.
     why = f"linear layers in FP8, as {hardware.name} multiplies it; algorithms.fp8.enabled=false is the BF16 twin"
     add("algorithms", "fp8", why, recipe=hardware.gpu.recipe)
-    strategy = (run.get("fsdp_config") or {}).get("sharding_strategy")
-    if (
-        hardware.nodes > 1
-        and run.get("fsdp_config") is not None
-        and strategy != "NO_SHARD"
-        and not run.get("tp_config")
-    ):
+    if hardware.nodes > 1 and _takes_hybrid_sharding(run, hardware):
         why = f"shard inside a node, replicate across the {hardware.nodes}; remove it if a node cannot hold the model"
         add("algorithms", "hybrid_sharding", why, shard="node")
     for section, name, why in ADDED:
@@ -133,6 +127,15 @@ def add_fp8(text: str, hardware: Hardware, where: str = "the YAML") -> tuple[str
     except YAMLError:
         same = False
     return changed if same else out.getvalue(), said
+
+
+def _takes_hybrid_sharding(run: Mapping[str, Any], hardware: Hardware) -> bool:
+    if run.get("tp_config"):  # of any degree: the next run may have another
+        return False
+    from foundry_fp8.run.clashes import clashes_of  # slow to import
+
+    asked = run_of({**run, "algorithms": {"hybrid_sharding": {"shard": "node"}}}, hardware.devices)
+    return not any(clash.error and "hybrid_sharding" in clash.settings for clash in clashes_of(asked))
 
 
 def _replace_others_fp8(run: Mapping[str, Any], config: Any, change: Any) -> None:

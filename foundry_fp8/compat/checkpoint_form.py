@@ -42,13 +42,7 @@ def renamed_by(model: Any) -> Callable[[str], str]:
     if int(transformers.__version__.split(".")[0]) < 5 or not isinstance(model, transformers.PreTrainedModel):
         return str
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
-
-    def renamed(name: str) -> str:
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
-        return name
-
-    return renamed
+    return lambda name: rename_source_key(name, renamings, [])[0]  # type: ignore[no-any-return]

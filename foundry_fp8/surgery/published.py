@@ -102,14 +102,13 @@ def adopted(model: nn.Module) -> Iterator[None]:
 
 def share_scalings(model: nn.Module) -> None:
     """Say of float32 scales that happen to be powers of two, beside others that are not, what is said of the others: one recipe reads all."""
-    kept = [
+    weights = (
         p for p in model.parameters() if isinstance(p, FrozenFP8Weight) and p.scale.dtype == torch.float32
-    ]
-    if any(getattr(p.scaling, "power_2", True) is False for p in kept):
+    )
+    kept: list[Any] = [p for p in weights if hasattr(p.scaling, "power_2")]
+    if not all(p.scaling.power_2 for p in kept):
         for p in kept:
-            scaling: Any = p.scaling
-            if hasattr(scaling, "power_2"):
-                p.scaling = dataclasses.replace(scaling, power_2=False)
+            p.scaling = dataclasses.replace(p.scaling, power_2=False)
 
 
 def leave_frozen_out_of_ddp(model: nn.Module) -> None:

@@ -97,7 +97,12 @@ def test_what_cannot_be_added_to_is_said(text, said):
 
 
 @pytest.mark.parametrize(
-    "key", ["fsdp_config:\n  sharding_strategy: NO_SHARD\n", "fsdp_config: {}\ntp_config: {strategy: ffn}\n"]
+    "key",
+    [
+        "fsdp_config:\n  sharding_strategy: NO_SHARD\n",
+        "fsdp_config:\n  sharding_strategy: SHARD_GRAD_OP\n",
+        "fsdp_config: {}\ntp_config: {strategy: ffn}\n",
+    ],
 )
 def test_hybrid_sharding_is_left_out_where_doctor_refuses_it(key):
     assert "hybrid_sharding" not in add_fp8(MODEL + key, TWO_NODES)[0]
