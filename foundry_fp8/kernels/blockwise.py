@@ -118,7 +118,7 @@ class BlockCast:
         copies: Sources of this kind have to be copied (:meth:`Producer.checked`).
     """
 
-    __slots__ = ("_by_columns", "_by_rows", "_launch", "_like", "_sizes", "_sums", "copies")
+    __slots__ = ("_by_columns", "_by_rows", "_device", "_dtypes", "_launch", "_sizes", "_sums", "copies")
 
     def __init__(
         self,
@@ -161,10 +161,10 @@ class BlockCast:
             **AS_WRITTEN,
         )
         self.copies = checked is not source
+        self._device = source.x.device
         scales, dtype = scales_of(padded_r, padded_c, group, square)
         scales_t, _ = scales_of(padded_c, padded_r, group, square)
-        # new_empty takes the host less.
-        self._like = [torch.empty(0, dtype=like, device=source.x.device) for like in (fmt.dtype, dtype)]
+        self._dtypes = fmt.dtype, dtype
         self._by_rows = ((padded_r, padded_c), scales) if rows else None
         self._by_columns = ((padded_c, padded_r), scales_t) if columns else None
         self._sums = (tiles_r, c) if column_sum else None
@@ -181,16 +181,21 @@ class BlockCast:
         Returns:
             The fields of :class:`Blockwise`.
         """
-        codes, factors = self._like
+        empty, device, (dtype, scales_dtype) = torch.empty, self._device, self._dtypes
         data = scale = data_t = scale_t = partial = None
         if self._by_rows is not None:
             shape, scales = self._by_rows
-            data, scale = codes.new_empty(shape), factors.new_empty(scales)
+            data = empty(shape, dtype=dtype, device=device)
+            scale = empty(scales, dtype=scales_dtype, device=device)
         if self._by_columns is not None:
             shape, scales = self._by_columns
-            data_t, scale_t = codes.new_empty(shape), factors.new_empty(scales)
+            if data is None or scale is None:
+                data_t = empty(shape, dtype=dtype, device=device)
+                scale_t = empty(scales, dtype=scales_dtype, device=device)
+            else:  # cheaper for the host
+                data_t, scale_t = data.new_empty(shape), scale.new_empty(scales)
         if self._sums is not None:
-            partial = codes.new_empty(self._sums, dtype=torch.float32)
+            partial = empty(self._sums, dtype=torch.float32, device=device)
         self._launch(*pointers, data, scale, data_t, scale_t, partial, *self._sizes)
         return data, scale, data_t, scale_t, None if partial is None else partial.sum(0)
 

@@ -178,8 +178,9 @@ class Cast:
     """
 
     __slots__ = (
+        "_device",
+        "_dtype",
         "_launch",
-        "_like",
         "_measure",
         "_shape",
         "_shape_t",
@@ -220,7 +221,7 @@ class Cast:
         )
         self._measure = Measure(checked) if constant is None else None
         self.copies = checked is not source
-        self._like = torch.empty(0, dtype=fmt.dtype, device=source.x.device)  # new_empty takes the host less
+        self._device, self._dtype = source.x.device, fmt.dtype
         self._shape = (padded_r, padded_c) if rows else None
         self._shape_t = (padded_c, padded_r) if columns else None
         self._sums = (tiles_r, c) if column_sum else None
@@ -246,10 +247,14 @@ class Cast:
         Returns:
             ``data``, ``data_t`` and ``column_sum`` of :class:`Tensorwise`.
         """
-        empty = self._like.new_empty
-        data = None if self._shape is None else empty(self._shape)
-        data_t = None if self._shape_t is None else empty(self._shape_t)
-        partial = None if self._sums is None else empty(self._sums, dtype=torch.float32)
+        empty, dtype, device = torch.empty, self._dtype, self._device
+        data = data_t = None
+        if self._shape is not None:
+            data = empty(self._shape, dtype=dtype, device=device)
+            data_t = None if self._shape_t is None else data.new_empty(self._shape_t)  # cheaper for the host
+        elif self._shape_t is not None:
+            data_t = empty(self._shape_t, dtype=dtype, device=device)
+        partial = None if self._sums is None else empty(self._sums, dtype=torch.float32, device=device)
         if known_amax is None:
             known_amax = stats
             if scale is None and self._measure is not None:
