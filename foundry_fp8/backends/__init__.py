@@ -19,14 +19,8 @@ from foundry_fp8.layers.backend import DEFAULT_OPTIONS, Availability, Backend, B
 from foundry_fp8.numerics.recipes import RECIPES, Recipe
 
 __all__ = [
-    "BACKENDS",
-    "Availability",
-    "Backend",
-    "BackendOptions",
-    "attention_left_out",
-    "choose_backend",
-    "load_backend",
-]
+    "BACKENDS", "Availability", "Backend", "BackendOptions", "attention_left_out", "choose_backend", "load_backend",
+]  # fmt: skip
 
 _CLASSES = {
     "transformer_engine": "TransformerEngineBackend",

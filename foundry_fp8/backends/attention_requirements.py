@@ -20,13 +20,9 @@ from foundry_fp8.layers.backend import Availability
 from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = [
-    "AttentionMachine",
-    "AttentionShape",
-    "attention_requirement",
-    "attention_shape",
-    "call_requirement",
+    "AttentionMachine", "AttentionShape", "attention_requirement", "attention_shape", "call_requirement",
     "cudnn_recipe_reason",
-]
+]  # fmt: skip
 
 BROKEN_CUDNN = (9, 10, 0)
 

@@ -17,14 +17,8 @@ from foundry_fp8.config import Config, ConfigError, Positive, Text, accept, firs
 from foundry_fp8.planning.model_shapes import MODEL_SHAPES
 
 __all__ = [
-    "RunFile",
-    "Trust",
-    "build_yaml_model",
-    "build_yaml_optimizer",
-    "optimizer_bytes_of",
-    "read_yaml",
-    "resolve_yaml",
-]
+    "RunFile", "Trust", "build_yaml_model", "build_yaml_optimizer", "optimizer_bytes_of", "read_yaml", "resolve_yaml",
+]  # fmt: skip
 
 Trust = Annotated[
     bool,

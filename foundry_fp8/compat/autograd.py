@@ -16,16 +16,9 @@ from torch.autograd import forward_ad
 from foundry_fp8.config.versions import moved
 
 __all__ = [
-    "apply_untransformed",
-    "backward_number",
-    "batched",
-    "inside_backward",
-    "maybe_transformed",
-    "newest_node",
-    "node_number",
-    "running_node",
-    "transformed",
-]
+    "apply_untransformed", "backward_number", "batched", "inside_backward", "maybe_transformed", "newest_node",
+    "node_number", "running_node", "transformed",
+]  # fmt: skip
 
 
 def _missing() -> str | None:

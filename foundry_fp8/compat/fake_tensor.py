@@ -24,13 +24,8 @@ except ImportError as error:
     raise moved(f"no longer has {what} as foundry_fp8 uses them ({error})", "fake_tensor") from error
 
 __all__ = [
-    "FLASH_ATTENTION",
-    "NEEDS_VALUES",
-    "FakeTensor",
-    "FakeTensorMode",
-    "dry_run",
-    "unset_fake_temporarily",
-]
+    "FLASH_ATTENTION", "NEEDS_VALUES", "FakeTensor", "FakeTensorMode", "dry_run", "unset_fake_temporarily",
+]  # fmt: skip
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What is raised where an operator's result depends on values."""

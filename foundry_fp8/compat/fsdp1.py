@@ -22,19 +22,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, _
 from foundry_fp8.config.versions import moved
 
 __all__ = [
-    "HYBRID",
-    "FlatPart",
-    "abandon_pass",
-    "dropped_replication",
-    "flat_parameter",
-    "flat_parts",
-    "has_hook",
-    "is_flattened",
-    "replace_gather",
-    "replica_group",
-    "set_hooks",
-    "whole_shapes",
-]
+    "HYBRID", "FlatPart", "abandon_pass", "dropped_replication", "flat_parameter", "flat_parts", "has_hook",
+    "is_flattened", "replace_gather", "replica_group", "set_hooks", "whole_shapes",
+]  # fmt: skip
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _NAMES = ("_numels_with_padding", "_is_padding_mask", "_shapes", "_param_infos")

@@ -18,15 +18,9 @@ from foundry_fp8.compat.dispatch_mode import written
 from foundry_fp8.compat.pytree import tree_map
 
 __all__ = [
-    "WrapperTensor",
-    "WrapperView",
-    "packed_state",
-    "save_plain",
-    "shard_of",
-    "sharded_like",
-    "without_function_override",
-    "without_memory",
-]
+    "WrapperTensor", "WrapperView", "packed_state", "save_plain", "shard_of", "sharded_like",
+    "without_function_override", "without_memory",
+]  # fmt: skip
 
 _aten = torch.ops.aten
 without_function_override = torch._C.DisableTorchFunctionSubclass

@@ -12,28 +12,10 @@ from typing import Annotated, Any
 from foundry_fp8.config.errors import ConfigError
 
 __all__ = [
-    "Batches",
-    "Bytes",
-    "Fraction",
-    "Names",
-    "Natural",
-    "Parse",
-    "Positive",
-    "PositiveNumber",
-    "Rule",
-    "Text",
-    "above",
-    "at_least",
-    "at_most",
-    "below",
-    "format_bytes",
-    "not_empty",
-    "one_of",
-    "parse_bytes",
-    "power_of_two",
-    "printable",
+    "Batches", "Bytes", "Fraction", "Names", "Natural", "Parse", "Positive", "PositiveNumber", "Rule", "Text", "above",
+    "at_least", "at_most", "below", "format_bytes", "not_empty", "one_of", "parse_bytes", "power_of_two", "printable",
     "template",
-]
+]  # fmt: skip
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

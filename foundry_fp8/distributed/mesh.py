@@ -16,13 +16,8 @@ from foundry_fp8.compat.process_group import group_timeout
 from foundry_fp8.config import ConfigError
 
 __all__ = [
-    "alone",
-    "collective_device",
-    "hybrid_mesh",
-    "make_group",
-    "ranks_per_node",
-    "smallest_shard",
-]
+    "alone", "collective_device", "hybrid_mesh", "make_group", "ranks_per_node", "smallest_shard",
+]  # fmt: skip
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 

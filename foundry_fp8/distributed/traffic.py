@@ -18,15 +18,9 @@ from foundry_fp8.compat.collective_errors import preserve_errors
 from foundry_fp8.compat.fsdp2 import units_of
 
 __all__ = [
-    "CountingGroup",
-    "FinishedWork",
-    "Traffic",
-    "average",
-    "average_on_gloo",
-    "inner_group",
-    "reduce_options",
+    "CountingGroup", "FinishedWork", "Traffic", "average", "average_on_gloo", "inner_group", "reduce_options",
     "reduction_of",
-]
+]  # fmt: skip
 
 
 class Traffic:

@@ -22,16 +22,9 @@ from foundry_fp8.numerics.operands import quantize
 from foundry_fp8.numerics.recipes import Recipe
 
 __all__ = [
-    "FUSED",
-    "ServedLinear",
-    "check_experts",
-    "check_recipe",
-    "fused_amaxes",
-    "recipe_run_by",
-    "served_weight",
-    "stored",
-    "stored_block",
-]
+    "FUSED", "ServedLinear", "check_experts", "check_recipe", "fused_amaxes", "recipe_run_by", "served_weight",
+    "stored", "stored_block",
+]  # fmt: skip
 
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),

@@ -38,15 +38,9 @@ def update_delayed_(scale: Tensor, amax_history: Tensor, scaled_max: Tensor, *, 
 
 @triton.jit
 def _update_kernel(
-    scale_ptr,
-    history_ptr,
-    scaled_max_ptr,
-    L,
-    T,
-    USE_MAX: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    scale_ptr, history_ptr, scaled_max_ptr, L, T,
+    USE_MAX: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < T
     current = tl.load(history_ptr + columns, mask=inside, other=0.0)

@@ -17,27 +17,10 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "AS_WRITTEN",
-    "CONTRACTED",
-    "GEMM_MULTIPLE",
-    "HP_DTYPES",
-    "BoundedCache",
-    "Launch",
-    "aligned",
-    "alignments",
-    "as_rows",
-    "check_hp",
-    "check_tiles",
-    "compiler_missing",
-    "driver_version",
-    "interpreting",
-    "launch",
-    "on_current_device",
-    "on_its_device",
-    "round_up",
-    "tiles",
-    "triton_missing",
-]
+    "AS_WRITTEN", "CONTRACTED", "GEMM_MULTIPLE", "HP_DTYPES", "BoundedCache", "Launch", "aligned", "alignments",
+    "as_rows", "check_hp", "check_tiles", "compiler_missing", "driver_version", "interpreting", "launch",
+    "on_current_device", "on_its_device", "round_up", "tiles", "triton_missing",
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable)
 

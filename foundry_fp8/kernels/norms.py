@@ -5,14 +5,21 @@ needs tiles. For a bf16 input of n elements, norm and quantise together then mov
 8n and 4n for an unfused norm followed by current scaling.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_fp8.kernels.launch import AS_WRITTEN, as_rows, check_hp, launch, tiles
+from foundry_fp8.kernels.launch import (
+    AS_WRITTEN,
+    BoundedCache,
+    Launch,
+    aligned,
+    alignments,
+    as_rows,
+    check_hp,
+    tiles,
+)
 from foundry_fp8.kernels.packing import block_scales, byte_codes, load_codes, operands, quantize_blocks
 from foundry_fp8.numerics.packed import Packed, PackFormat
 
@@ -22,6 +29,8 @@ MAX_COLUMNS = 65536
 """A row is held in registers."""
 SUM_ROWS, SUM_COLUMNS = 16, 32
 """What a program that sums up parts reads at a time."""
+
+_statistics, _backwards = BoundedCache(), BoundedCache()
 
 
 def norm_statistics(x: Tensor, eps: float, *, centered: bool) -> tuple[Tensor | None, Tensor]:
@@ -45,10 +54,12 @@ def norm_statistics(x: Tensor, eps: float, *, centered: bool) -> tuple[Tensor | 
     mean = torch.empty(rows, dtype=torch.float32, device=x.device) if centered else None
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if x.numel():
-        block, warps = _row_block(columns)
-        launch(
-            _statistics_kernel, rows, x, x.stride(0), mean, rstd, columns, eps, BLOCK=block, num_warps=warps
-        )
+        key = rows, columns, x.stride(0), x.dtype, x.device, aligned(x), centered
+        run = _statistics.get(key)
+        if run is None:
+            block, warps = _row_block(columns)
+            run = _statistics[key] = Launch(_statistics_kernel, rows, BLOCK=block, num_warps=warps)
+        run(x, x.stride(0), mean, rstd, columns, eps)
     return mean, rstd
 
 
@@ -124,31 +135,50 @@ def norm_backward(
     rows, columns = dy.shape
     _check_columns(columns)
     dx = torch.empty((rows, columns), dtype=x.dtype, device=dy.device)
-    most = 2 * torch.cuda.get_device_properties(dy.device).multi_processor_count if dy.is_cuda else 4
-    programs = max(1, min(rows, most))
-    sums = 1 if mean is None else 2
-    partial = torch.empty((sums, programs, columns), dtype=torch.float32, device=dy.device)
-    scale: Tensor | None = None
-    if isinstance(x, Packed):
-        values, scale = operands(x)
-        layout: dict[str, Any] = {"FORMAT": x.fmt.name, "PACK_BLOCK": x.fmt.block}
-    else:
-        values = as_rows(x)
-        layout = {"FORMAT": "", "PACK_BLOCK": 0}
+    values, scale = (as_rows(x), None) if isinstance(x, Tensor) else operands(x)
+    stride = values.stride(0) if scale is None else columns
+    given = [t for t in (dy, values, scale, mean, rstd, weight) if t is not None]
+    what = (
+        x.fmt if isinstance(x, Packed) else None,
+        None if weight is None else weight.dtype,
+        mean is None,
+        dtype,
+    )
+    key = rows, columns, dy.stride(0), stride, dy.dtype, x.dtype, dy.device, *alignments(*given), *what
+    known = _backwards.get(key)
+    if known is None:
+        known = _backwards[key] = _backward_launches(dy, x, 1 if mean is None else 2)
+    programs, run, add_up = known
+    partial = torch.empty(
+        (1 if mean is None else 2, programs, columns), dtype=torch.float32, device=dy.device
+    )
     if dy.numel():
-        block, warps = _row_block(columns)
-        stride = values.stride(0) if scale is None else columns
-        given = dy, dy.stride(0), values, stride, scale, mean, rstd, weight, dx, partial, rows, columns
-        # 16: with 32 warps a thread has too few registers for its part of a row of 16384, and spills (H100: half the speed).
-        constants = {**layout, "PROGRAMS": programs, "BLOCK": block, "num_warps": min(warps, 16)}
-        launch(_backward_kernel, programs, *given, **constants)
+        run(dy, dy.stride(0), values, stride, scale, mean, rstd, weight, dx, partial, rows, columns)
     else:
         partial.zero_()
     dweight = torch.empty(columns, dtype=dtype, device=dy.device)
     dbias = torch.empty(0 if mean is None else columns, dtype=dtype, device=dy.device)
-    constants = {"PROGRAMS": programs, "ROWS": SUM_ROWS, "COLUMNS": SUM_COLUMNS, "num_warps": 4}
-    launch(_sum_kernel, sums * tiles(columns, SUM_COLUMNS), partial, dweight, dbias, columns, **constants)
+    add_up(partial, dweight, dbias, columns)
     return dx, dweight, dbias
+
+
+def _backward_launches(dy: Tensor, x: Tensor | Packed, sums: int) -> tuple[int, Launch, Launch]:
+    """Programs that go over rows; their launch, and that which adds up what they found."""
+    rows, columns = dy.shape
+    most = 2 * torch.cuda.get_device_properties(dy.device).multi_processor_count if dy.is_cuda else 4
+    programs = max(1, min(rows, most))
+    packed = (
+        {"FORMAT": x.fmt.name, "PACK_BLOCK": x.fmt.block}
+        if isinstance(x, Packed)
+        else {"FORMAT": "", "PACK_BLOCK": 0}
+    )
+    block, warps = _row_block(columns)
+    # 16: with 32 warps a thread has too few registers for its part of a row of 16384, and spills (H100: half the speed).
+    run = Launch(
+        _backward_kernel, programs, **packed, PROGRAMS=programs, BLOCK=block, num_warps=min(warps, 16)
+    )
+    constants = {"PROGRAMS": programs, "ROWS": SUM_ROWS, "COLUMNS": SUM_COLUMNS, "num_warps": 4}
+    return programs, run, Launch(_sum_kernel, sums * tiles(columns, SUM_COLUMNS), **constants)
 
 
 def _check_columns(columns: int) -> None:

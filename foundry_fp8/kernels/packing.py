@@ -17,14 +17,8 @@ from foundry_fp8.kernels.launch import AS_WRITTEN, CONTRACTED
 from foundry_fp8.numerics.packed import Packed, PackFormat
 
 __all__ = [
-    "block_scales",
-    "byte_codes",
-    "dequantize_blocks",
-    "gated_backward",
-    "load_codes",
-    "operands",
-    "quantize_blocks",
-]
+    "block_scales", "byte_codes", "dequantize_blocks", "gated_backward", "load_codes", "operands", "quantize_blocks",
+]  # fmt: skip
 
 ROWS = 8
 """Blocks a program; 8 x 128 elements keep four warps busy with 128-bit loads."""

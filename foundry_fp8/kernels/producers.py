@@ -90,23 +90,10 @@ def derivative(x, KIND: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    x_ptr,
-    x_stride,
-    up_ptr,
-    up_stride,
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    bias_ptr,
-    first_row,
-    first_column,
-    R,
-    C,
-    KIND: tl.constexpr,
-    TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
-    STEP: tl.constexpr = 1,
-):
+    x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
+    first_row, first_column, R, C,
+    KIND: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, STEP: tl.constexpr = 1,
+):  # fmt: skip
     """The float32 tile at ``first_row, first_column``: the produced value in the dtype of ``x``, 0 outside ``[R, C]``.
 
     ``STEP``: from one of its rows to the next.

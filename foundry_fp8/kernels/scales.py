@@ -4,16 +4,9 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "amax_along",
-    "e8m0_reciprocal",
-    "e8m0_round_up",
-    "is_inf",
-    "magnitude",
-    "nan_for_inf",
-    "power_2_scale",
-    "reciprocal",
-    "scale_from_amax",
-]
+    "amax_along", "e8m0_reciprocal", "e8m0_round_up", "is_inf", "magnitude", "nan_for_inf", "power_2_scale",
+    "reciprocal", "scale_from_amax",
+]  # fmt: skip
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 INF = tl.constexpr(float("inf"))

@@ -6,7 +6,8 @@ copy exists because Hopper's FP8 GEMM takes both operands contiguous along the d
 Nothing here waits for the device: scales stay in device memory from the amax to the GEMM.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,19 +35,17 @@ from foundry_fp8.numerics.quantize import amax_of as amax_reference
 from foundry_fp8.numerics.quantize import scale_from_amax as scale_reference
 
 __all__ = [
-    "Cast",
-    "Measure",
-    "Tensorwise",
-    "amax_of_two",
-    "quantize_tensorwise",
-    "quantize_tensorwise_reference",
-]
+    "Cast", "Casts", "Measure", "Tensorwise", "quantize_tensorwise", "quantize_tensorwise_reference",
+]  # fmt: skip
 
 TILE_R, TILE_C, WARPS = 64, 128, 4
 """One program's tile: it writes 128 bytes of each row and 64 of each row of the transpose. Four warps: what is computed for an address
 or a mask serves twice the elements that it would with eight, and four to seven blocks still share a multiprocessor."""
 
-_measures, _casts = BoundedCache(), BoundedCache()
+OTHERS = 3
+"""Tensors in memory that are measured or quantised in one launch with a first one, which may be produced: three weights with their input."""
+
+_casts = BoundedCache()
 
 
 class Tensorwise(NamedTuple):
@@ -63,63 +62,31 @@ class Tensorwise(NamedTuple):
     """float32 ``[C]``: the sum over rows of the hp value; ``None`` if not asked for."""
 
 
-def amax_of_two(source: Producer, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Max |x| of what two sources produce, NaN ignored, in one launch: of a linear's input and of its weight.
-
-    :func:`foundry_fp8.numerics.quantize.amax_of` is the definition.
-
-    Args:
-        source: The first.
-        other: The second, ``[R, C]``, hp.
-
-    Returns:
-        The two, each the first of three float32 elements.
-    """
-    second, (found, other_found) = Producer(other), (piece.stats for piece in statistics(source.x.device, 2))
-    key = (*source.is_like, aligned(found), *second.is_like)
-    known = _measures.get(key)
-    if known is None:
-        known = _measures[key] = Measure(source, second)
-    if known.copies:
-        source, second = source.checked(), second.checked()
-    known(source.pointers, found, (second.x, second.x.stride(0)), other_found)
-    return found, other_found
-
-
 class Measure:
-    """Max |x| of all sources of one kind, or :func:`amax_of_two` of all pairs.
+    """Max |x| of all sources of one kind, or in one launch of several.
 
     Args:
-        sources: One or two of that kind: :attr:`Producer.is_like` distinguishes kinds.
+        sources: One, and up to :data:`OTHERS` tensors in memory; :attr:`Producer.is_like` distinguishes kinds.
     """
 
-    __slots__ = ("_launch", "_other_sizes", "_sizes", "copies")
+    __slots__ = ("_launch", "_missing", "_sizes")
 
     def __init__(self, *sources: Producer) -> None:
         checked = [source.checked() for source in sources]
         programs = sum(tiles(one.x.shape[0], TILE_R) * tiles(one.x.shape[1], TILE_C) for one in checked)
         constants = {"KIND": sources[0].kind, "TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS}
-        self._launch = Launch(_amax_kernel, programs, **constants, **AS_WRITTEN)
-        self.copies = any(one is not source for one, source in zip(checked, sources, strict=True))
-        self._sizes, *others = (tuple(one.x.shape) for one in checked)
-        self._other_sizes: tuple[int | None, ...] = others[0] if others else (None, None)
+        kernel = _amax_kernel if len(sources) == 1 else _amax_together_kernel
+        self._launch = Launch(kernel, programs, **constants, **AS_WRITTEN)
+        self._sizes = [tuple(one.x.shape) for one in checked]
+        self._missing = (None,) * (0 if len(sources) == 1 else 5 * (OTHERS + 1 - len(sources)))
 
-    def __call__(
-        self,
-        pointers: tuple[object, ...],
-        out: Tensor,
-        other: tuple[Tensor | None, int | None] = (None, None),
-        other_out: Tensor | None = None,
-    ) -> None:
-        """Raise ``out`` and ``other_out``.
-
-        Args:
-            pointers: Of the first source, checked.
-            out: One float32 element, aligned alike at every call.
-            other: The second source, checked, and its stride.
-            other_out: Aligned alike, too.
-        """
-        self._launch(*pointers, out, *self._sizes, *other, other_out, *self._other_sizes)
+    def __call__(self, *sources: tuple[tuple[Any, ...], Tensor]) -> None:
+        """Raise one float32 element for each source, aligned alike at every call; ``sources``: pointers (checked) and that element."""
+        args: list[Any] = []
+        for (pointers, amax), (rows, columns) in zip(sources, self._sizes, strict=True):
+            args += pointers[:2] if args else pointers
+            args += amax, rows, columns
+        self._launch(*args, *self._missing)
 
 
 def quantize_tensorwise(
@@ -175,19 +142,11 @@ class Cast:
 
     Attributes:
         copies: Sources of this kind have to be copied (:meth:`Producer.checked`).
+        constants: The kernel's.
+        programs: How many of it quantise one source.
     """
 
-    __slots__ = (
-        "_device",
-        "_dtype",
-        "_launch",
-        "_measure",
-        "_shape",
-        "_shape_t",
-        "_sizes",
-        "_sums",
-        "copies",
-    )
+    __slots__ = ("_device", "_dtype", "_launch", "_measure", "_shape", "_shape_t", "_sizes", "_sums", "constants", "copies", "programs")  # fmt: skip
 
     def __init__(
         self,
@@ -206,19 +165,12 @@ class Cast:
         padded_r, padded_c = round_up(r), round_up(c)
         check_tiles(padded_r, max(padded_c, *checked.strides), TILE_R, TILE_C)
         tiles_r, tiles_c = tiles(padded_r, TILE_R), tiles(padded_c, TILE_C)
-        self._launch = Launch(
-            _quantize_kernel,
-            max(tiles_r * tiles_c, 1),
-            KIND=source.kind,
-            FMT_MAX=fmt.max,
-            POWER_2=power_2,
-            VALUE_FOR_INF=FLOAT32_MAX,
-            STRIDE=STATS_STRIDE,
-            TILE_R=TILE_R,
-            TILE_C=TILE_C,
-            num_warps=WARPS,
-            **AS_WRITTEN,
-        )
+        self.programs = max(tiles_r * tiles_c, 1)
+        self.constants = {
+            "KIND": source.kind, "FMT_MAX": fmt.max, "POWER_2": power_2, "VALUE_FOR_INF": FLOAT32_MAX,
+            "STRIDE": STATS_STRIDE, "TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS, **AS_WRITTEN,
+        }  # fmt: skip
+        self._launch = Launch(_quantize_kernel, self.programs, **self.constants)
         self._measure = Measure(checked) if constant is None else None
         self.copies = checked is not source
         self._device, self._dtype = source.x.device, fmt.dtype
@@ -247,6 +199,16 @@ class Cast:
         Returns:
             ``data``, ``data_t`` and ``column_sum`` of :class:`Tensorwise`.
         """
+        if known_amax is None and scale is None and self._measure is not None:
+            self._measure((pointers, stats))
+        arguments = self.arguments(stats, scale, known_amax, amax_slot)
+        self._launch(*pointers, *arguments)
+        return self.made(arguments)
+
+    def arguments(
+        self, stats: Tensor, scale: Tensor | None, known_amax: Tensor | None, amax_slot: Tensor | None
+    ) -> tuple[Any, ...]:
+        """What the kernel takes of one source beside its pointers, with memory for what it makes."""
         empty, dtype, device = torch.empty, self._dtype, self._device
         data = data_t = None
         if self._shape is not None:
@@ -255,12 +217,40 @@ class Cast:
         elif self._shape_t is not None:
             data_t = empty(self._shape_t, dtype=dtype, device=device)
         partial = None if self._sums is None else empty(self._sums, dtype=torch.float32, device=device)
-        if known_amax is None:
-            known_amax = stats
-            if scale is None and self._measure is not None:
-                self._measure(pointers, stats)
-        self._launch(*pointers, scale, amax_slot, known_amax, stats, data, data_t, partial, *self._sizes)
+        amax = stats if known_amax is None else known_amax
+        return scale, amax_slot, amax, stats, data, data_t, *self._sizes, partial
+
+    @staticmethod
+    def made(arguments: tuple[Any, ...]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What :meth:`__call__` returns."""
+        _, _, _, _, data, data_t, *_, partial = arguments
         return data, data_t, None if partial is None else partial.sum(0)
+
+
+class Casts:
+    """Several sources in one launch, each as its :class:`Cast` would quantise it alone; none has to be measured.
+
+    Args:
+        casts: The first of any source; up to :data:`OTHERS` more of tensors in memory, of one format, without column sums.
+    """
+
+    __slots__ = ("_casts", "_launch", "_missing")
+
+    def __init__(self, casts: Sequence[Cast]) -> None:
+        self._casts, (first, *others) = casts, casts
+        constants = first.constants | {"OTHERS_MAX": others[0].constants["FMT_MAX"]}
+        self._launch = Launch(_quantize_together_kernel, sum(one.programs for one in casts), **constants)
+        self._missing = (None,) * (14 * (OTHERS - len(others)))
+
+    def __call__(self, sources: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """What each one's :meth:`Cast.__call__` returns; ``sources``: what it takes."""
+        args: list[Any] = []
+        arguments = []
+        for cast, (pointers, *given) in zip(self._casts, sources, strict=True):
+            arguments.append(its := cast.arguments(*given))
+            args += pointers[:2] + its[:-1] if args else pointers + its
+        self._launch(*args, *self._missing)
+        return [Cast.made(its) for its in arguments]
 
 
 def quantize_tensorwise_reference(
@@ -304,27 +294,50 @@ def pad_to_multiple(data: Tensor, multiple: int = GEMM_MULTIPLE) -> Tensor:
 
 @triton.jit
 def _amax_kernel(
-    x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
-    amax_ptr, R, C, other_ptr, other_stride, other_amax_ptr, other_R, other_C,
+    x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, amax_ptr, R, C,
     KIND: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
+    raise_amax(
+        (x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr),
+        amax_ptr, R, C, tl.program_id(0), KIND, TILE_R, TILE_C,
+    )  # fmt: skip
+
+
+@triton.jit
+def _amax_together_kernel(
+    x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, amax_ptr, R, C,
+    a_ptr, a_stride, a_amax_ptr, a_R, a_C,
+    b_ptr, b_stride, b_amax_ptr, b_R, b_C,
+    c_ptr, c_stride, c_amax_ptr, c_R, c_C,
+    KIND: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    """The same of a first source, and of one to three tensors in memory."""
     tile = tl.program_id(0)
     tiles = tl.cdiv(R, TILE_R) * tl.cdiv(C, TILE_C)
-    if other_ptr is None:  # noqa: SIM114 - the compiler decides it
-        raise_amax(
-            (x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr),
-            amax_ptr, R, C, tile, KIND, TILE_R, TILE_C,
-        )  # fmt: skip
-    elif tile < tiles:
+    if tile < tiles:
         raise_amax(
             (x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr),
             amax_ptr, R, C, tile, KIND, TILE_R, TILE_C,
         )  # fmt: skip
     else:
+        tile -= tiles
+        tiles = _raise_other(a_ptr, a_stride, a_amax_ptr, a_R, a_C, tile, TILE_R, TILE_C)
+        if b_ptr is not None:
+            tile -= tiles
+            tiles = _raise_other(b_ptr, b_stride, b_amax_ptr, b_R, b_C, tile, TILE_R, TILE_C)
+        if c_ptr is not None:
+            _raise_other(c_ptr, c_stride, c_amax_ptr, c_R, c_C, tile - tiles, TILE_R, TILE_C)
+
+
+@triton.jit
+def _raise_other(x_ptr, x_stride, amax_ptr, R, C, tile, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
+    """:func:`raise_amax` where ``tile`` is one of this tensor's, of which there are so many."""
+    tiles = tl.cdiv(R, TILE_R) * tl.cdiv(C, TILE_C)
+    if (tile >= 0) & (tile < tiles):
         raise_amax(
-            (other_ptr, other_stride, None, 0, None, None, None, None),
-            other_amax_ptr, other_R, other_C, tile - tiles, 0, TILE_R, TILE_C,
-        )  # fmt: skip
+            (x_ptr, x_stride, None, 0, None, None, None, None), amax_ptr, R, C, tile, 0, TILE_R, TILE_C
+        )
+    return tiles
 
 
 @triton.jit
@@ -339,20 +352,96 @@ def raise_amax(source, amax_ptr, R, C, tile, KIND: tl.constexpr, TILE_R: tl.cons
 @triton.jit
 def _quantize_kernel(
     x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
-    scale_ptr, slot_ptr, amax_ptr, stats_ptr, data_ptr, data_t_ptr, partial_ptr,
-    R, C, padded_R, padded_C, constant, gemm_constant,
+    scale_ptr, slot_ptr, amax_ptr, stats_ptr, data_ptr, data_t_ptr, R, C, padded_R, padded_C, constant, gemm_constant, partial_ptr,
     KIND: tl.constexpr, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr, VALUE_FOR_INF: tl.constexpr,
     STRIDE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
+    _quantize_tile(
+        (x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr),
+        scale_ptr, slot_ptr, amax_ptr, stats_ptr, data_ptr, data_t_ptr, R, C, padded_R, padded_C, constant, gemm_constant, partial_ptr,
+        tl.program_id(0),         KIND, FMT_MAX, POWER_2, VALUE_FOR_INF, STRIDE, TILE_R, TILE_C,
+    )  # fmt: skip
+
+
+@triton.jit
+def _quantize_together_kernel(
+    x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr,
+    scale_ptr, slot_ptr, amax_ptr, stats_ptr, data_ptr, data_t_ptr, R, C, padded_R, padded_C, constant, gemm_constant, partial_ptr,
+    a_ptr, a_stride, a_scale_ptr, a_slot_ptr, a_amax_ptr, a_stats_ptr, a_data_ptr, a_data_t_ptr,
+    a_R, a_C, a_padded_R, a_padded_C, a_constant, a_gemm_constant,
+    b_ptr, b_stride, b_scale_ptr, b_slot_ptr, b_amax_ptr, b_stats_ptr, b_data_ptr, b_data_t_ptr,
+    b_R, b_C, b_padded_R, b_padded_C, b_constant, b_gemm_constant,
+    c_ptr, c_stride, c_scale_ptr, c_slot_ptr, c_amax_ptr, c_stats_ptr, c_data_ptr, c_data_t_ptr,
+    c_R, c_C, c_padded_R, c_padded_C, c_constant, c_gemm_constant,
+    KIND: tl.constexpr, FMT_MAX: tl.constexpr, OTHERS_MAX: tl.constexpr, POWER_2: tl.constexpr, VALUE_FOR_INF: tl.constexpr,
+    STRIDE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    """The same of a first source, and of one to three tensors in memory."""
     pid = tl.program_id(0)
+    programs = _programs(padded_R, padded_C, TILE_R, TILE_C)
+    if pid < programs:
+        _quantize_tile(
+            (x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr),
+            scale_ptr, slot_ptr, amax_ptr, stats_ptr, data_ptr, data_t_ptr, R, C, padded_R, padded_C, constant, gemm_constant, partial_ptr,
+            pid,             KIND, FMT_MAX, POWER_2, VALUE_FOR_INF, STRIDE, TILE_R, TILE_C,
+        )  # fmt: skip
+    else:
+        pid -= programs
+        programs = _quantize_other(
+            a_ptr, a_stride, a_scale_ptr, a_slot_ptr, a_amax_ptr, a_stats_ptr, a_data_ptr, a_data_t_ptr,
+            a_R, a_C, a_padded_R, a_padded_C, a_constant, a_gemm_constant,
+            pid, OTHERS_MAX, POWER_2, VALUE_FOR_INF, STRIDE, TILE_R, TILE_C,
+        )  # fmt: skip
+        if b_ptr is not None:
+            pid -= programs
+            programs = _quantize_other(
+                b_ptr, b_stride, b_scale_ptr, b_slot_ptr, b_amax_ptr, b_stats_ptr, b_data_ptr, b_data_t_ptr,
+                b_R, b_C, b_padded_R, b_padded_C, b_constant, b_gemm_constant,
+                pid, OTHERS_MAX, POWER_2, VALUE_FOR_INF, STRIDE, TILE_R, TILE_C,
+            )  # fmt: skip
+        if c_ptr is not None:
+            _quantize_other(
+                c_ptr, c_stride, c_scale_ptr, c_slot_ptr, c_amax_ptr, c_stats_ptr, c_data_ptr, c_data_t_ptr,
+                c_R, c_C, c_padded_R, c_padded_C, c_constant, c_gemm_constant,
+                pid - programs, OTHERS_MAX, POWER_2, VALUE_FOR_INF, STRIDE, TILE_R, TILE_C,
+            )  # fmt: skip
+
+
+@triton.jit
+def _programs(padded_R, padded_C, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
+    return tl.maximum(tl.cdiv(padded_R, TILE_R) * tl.cdiv(padded_C, TILE_C), 1)
+
+
+@triton.jit
+def _quantize_other(
+    x_ptr, x_stride, scale_ptr, slot_ptr, amax_ptr, stats_ptr, data_ptr, data_t_ptr,
+    R, C, padded_R, padded_C, constant, gemm_constant, pid,
+    FMT_MAX: tl.constexpr, POWER_2: tl.constexpr, VALUE_FOR_INF: tl.constexpr,
+    STRIDE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    """:func:`_quantize_tile` where ``pid`` is one of this tensor's, of which there are so many."""
+    programs = _programs(padded_R, padded_C, TILE_R, TILE_C)
+    if (pid >= 0) & (pid < programs):
+        _quantize_tile(
+            (x_ptr, x_stride, None, 0, None, None, None, None),
+            scale_ptr, slot_ptr, amax_ptr, stats_ptr, data_ptr, data_t_ptr, R, C, padded_R, padded_C, constant, gemm_constant, None,
+            pid, 0, FMT_MAX, POWER_2, VALUE_FOR_INF, STRIDE, TILE_R, TILE_C,
+        )  # fmt: skip
+    return programs
+
+
+@triton.jit
+def _quantize_tile(
+    source,
+    scale_ptr, slot_ptr, amax_ptr, stats_ptr, data_ptr, data_t_ptr, R, C, padded_R, padded_C, constant, gemm_constant, partial_ptr,
+    pid, KIND: tl.constexpr, FMT_MAX: tl.constexpr, POWER_2: tl.constexpr, VALUE_FOR_INF: tl.constexpr,
+    STRIDE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
     tiles_c = tl.maximum(tl.cdiv(padded_C, TILE_C), 1)
     tile_r = pid // tiles_c
     first_row = tile_r * TILE_R
     first_column = (pid % tiles_c) * TILE_C
-    a, b, c, d = load_interleaved(
-        (x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr),
-        first_row, first_column, R, C, KIND, TILE_R, TILE_C,
-    )  # fmt: skip
+    a, b, c, d = load_interleaved(source, first_row, first_column, R, C, KIND, TILE_R, TILE_C)
 
     if constant is not None:
         scale = tl.full((), constant, tl.float32)

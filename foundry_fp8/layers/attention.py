@@ -20,19 +20,9 @@ from foundry_fp8.numerics.quantize import Quantized
 from foundry_fp8.numerics.recipes import CurrentScaling, DelayedScaling, Recipe, recipe_name
 
 __all__ = [
-    "GRADIENTS",
-    "SLOTS",
-    "AttentionBackend",
-    "AttentionInputs",
-    "AttentionProbe",
-    "AttentionRecipe",
-    "FP8DotProductAttention",
-    "GradScores",
-    "attention_format",
-    "attention_slots",
-    "by_tokens",
-    "no_attention_form",
-]
+    "GRADIENTS", "SLOTS", "AttentionBackend", "AttentionInputs", "AttentionProbe", "AttentionRecipe",
+    "FP8DotProductAttention", "GradScores", "attention_format", "attention_slots", "by_tokens", "no_attention_form",
+]  # fmt: skip
 
 AttentionRecipe = DelayedScaling | CurrentScaling
 GradScores = Literal["fp8", "bfloat16"]

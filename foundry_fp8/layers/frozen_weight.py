@@ -20,17 +20,9 @@ from foundry_fp8.numerics.recipes import BlockScaling, CurrentScaling, MXFP8Scal
 from foundry_fp8.numerics.scalings import Blocks, MXBlocks, OneScale, Rows, Scaling
 
 __all__ = [
-    "FrozenFP8Weight",
-    "exact_for",
-    "gathered",
-    "in_dtype",
-    "in_high_precision",
-    "keep_in_fp8",
-    "quantized_weight",
-    "recipe_of",
-    "row_scales",
-    "scaling_of",
-]
+    "FrozenFP8Weight", "exact_for", "gathered", "in_dtype", "in_high_precision", "keep_in_fp8", "quantized_weight",
+    "recipe_of", "row_scales", "scaling_of",
+]  # fmt: skip
 
 
 def exact_for(recipe: Recipe) -> bool:

@@ -6,7 +6,8 @@ reads it (a hook, an adapter, a monitor) gets it written, once, with the bits th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +33,14 @@ class Produced(Tensor):
 
     Attributes:
         made: What linears have made of it, by how: the next one that reads it makes the same.
+        readers: The linears that read it so far.
+        expected: Those that read its module's output the last time.
     """
 
     source: Any
     made: dict[Any, Any]
+    readers: list[weakref.ref[Any]]
+    expected: Sequence[weakref.ref[Any]]
     _write: Callable[..., Tensor]
     _plain: Tensor | None
 
@@ -43,6 +48,7 @@ class Produced(Tensor):
         """Of what is to be written."""
         self: Produced = without_memory(cls, source.x, shape=shape)
         self.source, self._write, self._plain, self.made = source, write, None, {}
+        self.readers, self.expected = [], ()
         return self
 
     @property

@@ -15,16 +15,9 @@ from torch import Tensor, nn
 from foundry_fp8.compat.fake_tensor import unset_fake_temporarily
 
 __all__ = [
-    "ACTIVATIONS",
-    "MLPForm",
-    "NormForm",
-    "mlp_form",
-    "near",
-    "norm_form",
-    "random_tensors",
-    "with_sizes",
+    "ACTIVATIONS", "MLPForm", "NormForm", "mlp_form", "near", "norm_form", "random_tensors", "with_sizes",
     "without_contents",
-]
+]  # fmt: skip
 
 _ROWS, _HIDDEN, _INNER = 6, 6, 10
 _NEAR = 1e-5

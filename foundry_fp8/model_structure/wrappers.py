@@ -14,17 +14,9 @@ from foundry_fp8.compat.checkpoint_wrapper import CheckpointWrapper
 from foundry_fp8.model_structure.names import clean_name
 
 __all__ = [
-    "checkpoint_wrappers",
-    "has_forward",
-    "is_sharded",
-    "modules_by_clean_name",
-    "names_in_forward",
-    "own_class",
-    "own_forward",
-    "replace_everywhere",
-    "replace_module",
-    "without_ddp",
-]
+    "checkpoint_wrappers", "has_forward", "is_sharded", "modules_by_clean_name", "names_in_forward", "own_class",
+    "own_forward", "replace_everywhere", "replace_module", "without_ddp",
+]  # fmt: skip
 
 
 def has_forward(module: nn.Module) -> bool:

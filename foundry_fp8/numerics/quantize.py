@@ -19,18 +19,9 @@ from torch import Tensor
 from foundry_fp8.numerics.formats import Float8Format, cast, e8m0_decode, e8m0_round_up
 
 __all__ = [
-    "FLOAT32_MAX",
-    "Quantized",
-    "amax_of",
-    "block_amax",
-    "quantize_block",
-    "quantize_constant",
-    "quantize_mx",
-    "quantize_rows",
-    "quantize_tensor",
-    "scale_from_amax",
-    "with_amax",
-]
+    "FLOAT32_MAX", "Quantized", "amax_of", "block_amax", "quantize_block", "quantize_constant", "quantize_mx",
+    "quantize_rows", "quantize_tensor", "scale_from_amax", "with_amax",
+]  # fmt: skip
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 

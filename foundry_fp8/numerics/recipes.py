@@ -41,22 +41,10 @@ from foundry_fp8.numerics.nvfp4 import BLOCK, E2M1, NVFP4Blocks
 from foundry_fp8.numerics.scalings import Blocks, Constant, MXBlocks, OneScale, Rows, Scaling
 
 __all__ = [
-    "FOR_ANY_MODEL",
-    "RECIPES",
-    "BlockScaling",
-    "CurrentScaling",
-    "DelayedScaling",
-    "Gemm",
-    "MXFP8Scaling",
-    "NVFP4Scaling",
-    "Operand",
-    "Recipe",
-    "TensorwiseRecipe",
-    "UnitScaling",
-    "most_common_recipes",
-    "parse_recipe",
+    "FOR_ANY_MODEL", "RECIPES", "BlockScaling", "CurrentScaling", "DelayedScaling", "Gemm", "MXFP8Scaling",
+    "NVFP4Scaling", "Operand", "Recipe", "TensorwiseRecipe", "UnitScaling", "most_common_recipes", "parse_recipe",
     "recipe_name",
-]
+]  # fmt: skip
 
 Operand = Literal["x", "w", "dy"]
 """The three tensors of a linear that are quantised: input, weight, gradient of the output."""

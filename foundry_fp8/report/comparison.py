@@ -21,16 +21,8 @@ from foundry_fp8.report.judgement import Judgement, judge, kurtosis_lead
 from foundry_fp8.report.run import HIGH_PRECISION, Run
 
 __all__ = [
-    "COLUMNS",
-    "UNKNOWN",
-    "Row",
-    "baseline_of",
-    "compare",
-    "config_differences",
-    "explain",
-    "format_row",
-    "shown_cells",
-]
+    "COLUMNS", "UNKNOWN", "Row", "baseline_of", "compare", "config_differences", "explain", "format_row", "shown_cells",
+]  # fmt: skip
 
 UNKNOWN = "–"
 

@@ -15,19 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 __all__ = [
-    "HEAT_MAP",
-    "INK",
-    "MISSING",
-    "WIDTH",
-    "add_legend",
-    "as_svg",
-    "group_style",
-    "mark_non_finite",
-    "new_figure",
-    "run_style",
-    "step_axis",
-    "styled",
-]
+    "HEAT_MAP", "INK", "MISSING", "WIDTH", "add_legend", "as_svg", "group_style", "mark_non_finite", "new_figure",
+    "run_style", "step_axis", "styled",
+]  # fmt: skip
 
 WIDTH = 5.6
 """Of a figure, in inches: its text can be read on a telephone, 360 px wide, and is as large as the page's on a screen."""

@@ -30,13 +30,8 @@ from foundry_fp8.model_structure.wrappers import names_in_forward, own_forward
 from foundry_fp8.surgery.attention_inputs import BatchMasks
 
 __all__ = [
-    "HOSTS",
-    "HUGGING_FACE_IMPLEMENTATION",
-    "AttentionHost",
-    "HuggingFaceHost",
-    "by_heads",
-    "register_attention",
-]
+    "HOSTS", "HUGGING_FACE_IMPLEMENTATION", "AttentionHost", "HuggingFaceHost", "by_heads", "register_attention",
+]  # fmt: skip
 
 HUGGING_FACE_IMPLEMENTATION = "fp8_dpa"
 """The name under which FP8 attention stands in transformers' registry of attention functions."""

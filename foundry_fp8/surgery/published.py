@@ -21,14 +21,9 @@ from foundry_fp8.numerics.recipes import Recipe
 from foundry_fp8.numerics.scalings import Blocks
 
 __all__ = [
-    "SCALES",
-    "adopted",
-    "as_if_published",
-    "check_codes_stay",
-    "leave_frozen_out_of_ddp",
-    "published_weight",
+    "SCALES", "adopted", "as_if_published", "check_codes_stay", "leave_frozen_out_of_ddp", "published_weight",
     "share_scalings",
-]
+]  # fmt: skip
 
 SCALES = ("weight_scale_inv", "weight_scale")
 """What the codes are multiplied by, as FineGrainedFP8 and compressed-tensors call it."""

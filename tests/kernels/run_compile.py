@@ -46,6 +46,7 @@ label = ""
 REPRESENTATIVES = {
     "_amax_kernel": ("current e4m3",),
     "_quantize_kernel": ("delayed e5m2 bias", "norm"),
+    "_quantize_together_kernel": ("e5m2 and a weight",),
     "_quantize_blockwise_kernel": ("rows", "mx"),
     "_backward_kernel": ("layernorm",),
     "_sum_kernel": ("layernorm",),
@@ -191,6 +192,18 @@ def launch_everything(gemm):
     tensorwise.quantize_tensorwise(identity, E5M2, scale=scale, amax_slot=scale, column_sum=True)
     for label, source in {"norm": norm, **activations}.items():  # noqa: B007 - report reads it
         tensorwise.quantize_tensorwise(source, E4M3, scale=scale, amax_slot=scale)
+    label = "norm, three weights"
+    casts = [
+        tensorwise.Cast(one, E4M3, power_2=False, rows=True, columns=True, column_sum=False)
+        for one in (norm, identity, identity, identity)
+    ]
+    given = [(one.pointers, vector, None, vector, None) for one in (norm, identity, identity, identity)]
+    tensorwise.Measure(norm, identity, identity, identity)(*[one[:2] for one in given])
+    tensorwise.Casts(casts)(given)
+    label = "e5m2 and a weight"
+    casts[0] = tensorwise.Cast(identity, E5M2, power_2=False, rows=True, columns=True, column_sum=True)
+    casts[1] = tensorwise.Cast(identity, E4M3, power_2=False, rows=False, columns=True, column_sum=False)
+    tensorwise.Casts(casts[:2])([(identity.pointers, *given[0][1:]), given[1]])
     label = "rows and columns"
     blockwise.quantize_blockwise(identity, E4M3)
     label = "rows"

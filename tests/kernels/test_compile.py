@@ -84,10 +84,11 @@ def test_machine_code_depends_neither_on_lines_nor_on_what_was_compiled_before(c
     assert first == later
 
 
+CASTS = "_quantize_kernel", "_quantize_together_kernel", "_quantize_blockwise_kernel"
 EXACT = (
+    *CASTS,
     "_amax_kernel",
-    "_quantize_kernel",
-    "_quantize_blockwise_kernel",
+    "_amax_together_kernel",
     "_group_amax_kernel",
     "_group_cast_kernel",
     "_quantize",
@@ -103,7 +104,7 @@ def test_what_is_defined_to_the_bit_is_not_contracted(compiled):
 
 def test_two_blocks_share_a_multiprocessor(compiled):
     """So that one loads while the other computes."""
-    for line in named(compiled, "_quantize_kernel", "_quantize_blockwise_kernel"):
+    for line in named(compiled, *CASTS):
         assert line["resident_blocks"] >= 2, line["case"]
 
 
@@ -113,7 +114,7 @@ MEANT = 1.3
 
 def test_arithmetic_leaves_room_for_the_bandwidth(compiled):
     """On an H100, by issued instructions."""
-    for line in named(compiled, "_amax_kernel", "_quantize_kernel", "_quantize_blockwise_kernel"):
+    for line in named(compiled, "_amax_kernel", *CASTS):
         cap = issue_cap(f"{line['kernel']}, {line['case']}", 90, line["instructions_an_element"])
         assert cap >= MEANT, (line["kernel"], line["case"], cap)
 
@@ -127,9 +128,9 @@ def named(compiled, *kernels):
 def test_every_kernel_is_among_them(compiled):
     kernels = {line["kernel"] for line in compiled}
     assert kernels == {
+        *CASTS,
         "_amax_kernel",
-        "_quantize_kernel",
-        "_quantize_blockwise_kernel",
+        "_amax_together_kernel",
         "_update_kernel",
         "_statistics_kernel",
         "_sum_kernel",
@@ -150,15 +151,19 @@ def test_nothing_spills(compiled):
     assert [(line["kernel"], line["case"]) for line in compiled if line["spill_bytes"]] == []
 
 
+FORMATS_OF = {"delayed e5m2 bias": ("e5m2",), "e5m2 and a weight": ("e4m3", "e5m2")}
+"""Of a case that is not of E4M3 alone."""
+
+
 def test_casts_are_the_saturating_instruction(compiled):
-    for line in named(compiled, "_quantize_kernel", "_quantize_blockwise_kernel"):
-        wanted = "e5m2" if "e5m2" in line["case"] else "e4m3"
-        assert line["cvt"] == [f"cvt.rn.satfinite.{wanted}x2.f32"], line["case"]
+    for line in named(compiled, *CASTS):
+        wanted = FORMATS_OF.get(line["case"], ("e4m3",))
+        assert line["cvt"] == [f"cvt.rn.satfinite.{name}x2.f32" for name in wanted], line["case"]
 
 
 def test_memory_is_accessed_in_whole_words(compiled):
     """16 bytes at a time for the tensors; what is smaller is a scale. A mask the compiler cannot see through shows here."""
-    for line in named(compiled, "_quantize_kernel", "_quantize_blockwise_kernel"):
+    for line in named(compiled, *CASTS):
         assert line["stores"].get(".v4.b32", 0) >= 4, line["case"]
         # Two scales of a thread's columns, MX's with Triton 3.3.
         assert line["stores"].get(".b8", 0) <= (2 if line["case"] == "mx" else 0), line["case"]
@@ -180,7 +185,7 @@ def test_the_gemm_uses_hoppers_fp8_tensor_cores(compiled):
 
 
 def test_scales_divide_exactly(compiled):
-    for line in named(compiled, "_quantize_kernel", "_quantize_blockwise_kernel"):
+    for line in named(compiled, *CASTS):
         if line["case"] not in ("mx", "swiglu", "rows and columns, swiglu"):
             assert all(op.startswith("div.rn") for op in line["div"]), line["case"]
 

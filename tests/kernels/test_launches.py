@@ -67,11 +67,11 @@ def launches(driver, model):
 @pytest.mark.parametrize(
     ("recipe", "bias", "most"),
     [
-        ("current", False, 8),
-        ("delayed", False, 6),
+        ("current", False, 7),
+        ("delayed", False, 5),
         ("block", False, 6),
-        ("unit", False, 6),
-        ("current", True, 10),
+        ("unit", False, 5),
+        ("current", True, 9),
     ],
 )
 def test_launches_of_a_linear(recipe, bias, most, driver):
@@ -83,13 +83,16 @@ def test_launches_of_a_linear(recipe, bias, most, driver):
         model = make(recipe, nn.Sequential(nn.Linear(256, 256, bias=bias)))
     found = launches(driver, model)
     assert sum(found.values()) <= most, found
-    assert found["_quantize_kernel"] + found["_quantize_blockwise_kernel"] == 3
+    together = found["_quantize_together_kernel"]
+    assert found["_quantize_kernel"] + found["_quantize_blockwise_kernel"] + 2 * together == 3
 
 
 def test_linears_with_one_input_quantise_it_once(driver):
-    """Of the eight launches of each, the second and third spare the cast of x; what they measure is the weight alone."""
+    """The first of them measures and quantises x with its weight, the others their weight alone."""
     found = launches(driver, make("current", Siblings()))
-    assert found == {"_amax_kernel": 3 + 3, "_quantize_kernel": 1 + 3 + 3, "gemm": 9}
+    assert found == {
+        "_amax_together_kernel": 1, "_amax_kernel": 2 + 3, "_quantize_together_kernel": 1, "_quantize_kernel": 2 + 3, "gemm": 9,
+    }  # fmt: skip
     found = launches(driver, make("block", Siblings()))
     assert found == {"_quantize_blockwise_kernel": 1 + 3 + 3, "_block_gemm_kernel": 9}
 
@@ -98,7 +101,9 @@ def test_without_room_backward_casts_the_weight_again(driver):
     with pytest.MonkeyPatch.context() as patched:  # gone before the driver is
         patched.setattr(room, "unused_memory", lambda device: 0)
         found = launches(driver, make("current", Siblings()))
-    assert found == {"_amax_kernel": 3 + 3, "_quantize_kernel": 1 + 3 + 3 + 3, "gemm": 9}
+    assert found == {
+        "_amax_together_kernel": 1, "_amax_kernel": 2 + 3, "_quantize_together_kernel": 1 + 3, "_quantize_kernel": 2, "gemm": 9,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
@@ -136,7 +141,7 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-MOST = {"current": (6, 20, 278), "delayed": (6, 20, 298), "block": (15, 23, 278)}
+MOST = {"current": (6, 20, 300), "delayed": (6, 20, 314), "block": (15, 23, 288)}
 """Allocations, operators of torch, and calls of Python and C functions; the last one with some room for other torchs."""
 
 
@@ -228,9 +233,6 @@ def test_a_compiled_graph_calls_operators_whose_outputs_share_no_memory(recipe, 
     before = driver.launches.copy()
     step(torch.compile(model, backend="aot_eager"))
     assert driver.launches["gemm"] == 2 * before["gemm"]
-    with torch.no_grad():
-        amaxes = ops.amax_of_two.definition(torch.ones(32, 64), *(None,) * 5, 0, torch.ones(48, 64))
-    assert len({amax.untyped_storage().data_ptr() for amax in amaxes}) == 2
 
 
 def test_what_is_launched_again_is_what_triton_would_choose(driver):
@@ -250,9 +252,9 @@ def test_what_is_launched_again_is_what_triton_would_choose(driver):
     assert driver.bound["kernel_of_test"] == len(chosen)
 
 
-@pytest.mark.parametrize(("recipe", "most"), [("delayed", 98), ("block", 98), ("current", 107)])
+@pytest.mark.parametrize(("recipe", "most"), [("delayed", 98), ("block", 98), ("current", 98)])
 def test_launches_of_a_llama_block(recipe, most, driver, monkeypatch):
-    """Of the 122 of bfloat16's at most 0.80, but where 14 amaxes are measured. `python benchmarks/host_time.py --block` has the time."""
+    """Of the 122 of bfloat16's at most 0.80. `python benchmarks/host_time.py --block` has the time."""
     pytest.importorskip("transformers")
     from tests.kernels.llama_block import LlamaBlock
 

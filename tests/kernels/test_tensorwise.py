@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from foundry_fp8.kernels.producers import Producer
-from foundry_fp8.kernels.tensorwise import amax_of_two, quantize_tensorwise, quantize_tensorwise_reference
+from foundry_fp8.kernels.tensorwise import (
+    Cast,
+    Casts,
+    Measure,
+    quantize_tensorwise,
+    quantize_tensorwise_reference,
+)
+from foundry_fp8.kernels.zeros import statistics
 from foundry_fp8.numerics.formats import E4M3, E5M2
 from foundry_fp8.numerics.quantize import amax_of
 from tests.kernels.cases import DTYPES, MOST_DTYPES, SHAPES, assert_same_bits, poisoned, spread
@@ -116,8 +123,52 @@ def test_amax_ignores_nan_and_sees_inf(dtype, device):
     x = spread(150, 260, dtype, device)
     for values in ((), (NAN,), (NAN, -INF)):
         y = poisoned(x, *values)
-        first, second = amax_of_two(Producer.identity(y), y)
-        assert first[0].item() == second[0].item() == amax_of(y).item()
+        found = [piece.stats for piece in statistics(y.device, 2)]
+        Measure(Producer.identity(y), Producer.identity(y))(
+            *((Producer.identity(y).pointers, one) for one in found)
+        )
+        assert found[0][0].item() == found[1][0].item() == amax_of(y).item()
+
+
+TOGETHER = {
+    "one weight": [(33, 260)],
+    "two": [(16, 260), (200, 260)],
+    "three": [(33, 260), (1, 260), (160, 40)],
+}
+
+
+@pytest.mark.parametrize("shapes", TOGETHER.values(), ids=TOGETHER)
+@pytest.mark.parametrize("scaling", ["measured", "delayed", "constant"])
+def test_several_at_once_are_each_of_them_alone(shapes, scaling, device):
+    """A produced input in E5M2 with its column sum, and weights in E4M3, one layout or both; NaN and Inf in one of them."""
+    x, up = (spread(70, 260, torch.bfloat16, device, seed) for seed in (0, 1))
+    weights = [spread(*shape, torch.bfloat16, device) * 3.0**i for i, shape in enumerate(shapes)]
+    weights[0] = poisoned(weights[0], NAN, INF) if len(weights) == 2 else weights[0]
+    sources = [Producer.activation("silu", x, up=up), *map(Producer.identity, weights)]
+    constant = 4.0 if scaling == "constant" else None
+    kinds = [
+        {"fmt": E4M3 if i else E5M2, "power_2": False, "rows": i != 1, "columns": i != 2, "column_sum": i == 0, "constant": constant}
+        for i in range(len(sources))
+    ]  # fmt: skip
+    scales = [
+        torch.tensor(3.0 + i, device=device) if scaling == "delayed" else None for i in range(len(sources))
+    ]
+    slots = [None if constant else torch.zeros((), device=device) for _ in sources]
+    stats = [piece.stats for piece in statistics(x.device, len(sources))]
+    if scaling == "measured":
+        Measure(*sources)(*((source.pointers, one) for source, one in zip(sources, stats, strict=True)))
+    casts = Casts([Cast(source, **kind) for source, kind in zip(sources, kinds, strict=True)])
+    known = stats if scaling == "measured" else [None] * len(sources)
+    given = zip((source.pointers for source in sources), stats, scales, known, slots, strict=True)
+    for i, (data, data_t, summed) in enumerate(casts(list(given))):
+        slot = None if constant else torch.zeros((), device=device)
+        kind = {name: value for name, value in kinds[i].items() if name != "fmt"}
+        alone = quantize_tensorwise(sources[i], kinds[i]["fmt"], scale=scales[i], amax_slot=slot, **kind)
+        ours = data, data_t, stats[i], summed, slots[i]
+        for name, one, its in zip(
+            ("data", "data_t", "stats", "column_sum", "slot"), ours, (*alone, slot), strict=True
+        ):
+            assert_same_bits(one, its, f"{name} of {i}")
 
 
 @pytest.mark.parametrize(

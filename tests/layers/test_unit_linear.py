@@ -106,7 +106,7 @@ def test_the_kernel_is_the_reference_bit_for_bit(device):
             assert pair[0].stats.tolist() == [0.0, 0.125 / scale, 1 / scale]
 
 
-def test_one_launch_an_operand_where_current_scaling_needs_two(device, monkeypatch):
+def test_one_launch_a_pass_where_current_scaling_needs_two(device, monkeypatch):
     from foundry_fp8.kernels.launch import Launch
 
     passes, call = [], Launch.__call__
@@ -124,8 +124,13 @@ def test_one_launch_an_operand_where_current_scaling_needs_two(device, monkeypat
         x = torch.randn(64, 96, device=device, requires_grad=True)
         model(x).backward(torch.randn(64, 160, device=device) / S)
         counts[name] = Counter(passes)
-    # x, w and dy, and w once more in backward, whose amax current scaling still knows. It measures x and w in one launch.
-    assert counts == {"unit": {"_quantize_kernel": 4}, "current": {"_amax_kernel": 2, "_quantize_kernel": 4}}
+    # x with w, and dy with w once more, whose amax current scaling still knows.
+    assert counts["unit"] == {"_quantize_together_kernel": 2}
+    assert counts["current"] == {
+        "_amax_together_kernel": 1,
+        "_amax_kernel": 1,
+        "_quantize_together_kernel": 2,
+    }
 
 
 @every_backend

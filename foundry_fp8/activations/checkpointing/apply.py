@@ -23,14 +23,9 @@ from foundry_fp8.model_structure.applied import applied, forget, remember
 from foundry_fp8.model_structure.wrappers import modules_by_clean_name, replace_everywhere
 
 __all__ = [
-    "ActivationCheckpointingConfig",
-    "CheckpointingReport",
-    "PlannedCompression",
-    "apply_activation_checkpointing",
-    "switch_off_cache",
-    "unwrap",
-    "wrap_selected",
-]
+    "ActivationCheckpointingConfig", "CheckpointingReport", "PlannedCompression", "apply_activation_checkpointing",
+    "switch_off_cache", "unwrap", "wrap_selected",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 

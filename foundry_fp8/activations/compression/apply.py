@@ -36,13 +36,8 @@ from foundry_fp8.model_structure.wrappers import checkpoint_wrappers, has_forwar
 from foundry_fp8.numerics.packed import PackedBlock, PackFormat
 
 __all__ = [
-    "EXACT",
-    "LOSSY",
-    "ActivationCompressionConfig",
-    "CompressionReport",
-    "Kind",
-    "apply_activation_compression",
-]
+    "EXACT", "LOSSY", "ActivationCompressionConfig", "CompressionReport", "Kind", "apply_activation_compression",
+]  # fmt: skip
 
 KEY = "algorithms.activation_compression"
 

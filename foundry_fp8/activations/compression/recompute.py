@@ -16,15 +16,8 @@ from foundry_fp8.layers.autocast import autocast_now
 from foundry_fp8.numerics.packed import Packed, PackFormat
 
 __all__ = [
-    "MaybePacked",
-    "fuses",
-    "pack_if",
-    "recomputation",
-    "repeatable",
-    "save_inputs",
-    "saved_inputs",
-    "unpacked",
-]
+    "MaybePacked", "fuses", "pack_if", "recomputation", "repeatable", "save_inputs", "saved_inputs", "unpacked",
+]  # fmt: skip
 
 MaybePacked = Packed | Tensor
 

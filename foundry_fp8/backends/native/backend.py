@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, shared_input
-from foundry_fp8.backends.native.plan import Layout
+from foundry_fp8.backends.native.late import late
+from foundry_fp8.backends.native.plan import QuantizedWeight
 from foundry_fp8.backends.native.room import Room
 from foundry_fp8.backends.size_rule import size_reason
 from foundry_fp8.compat.autograd import apply_untransformed, inside_backward
@@ -62,7 +63,7 @@ class NativeBackend(Backend):
         super().__init__(options)
         self.room = Room()
         # A quantised weight with what it was made of: another value of any of these makes another weight.
-        self._cache: dict[str, tuple[tuple[object, ...], tuple[Layout, Layout, Tensor]]] = {}
+        self._cache: dict[str, tuple[tuple[object, ...], QuantizedWeight]] = {}
         self._written: tuple[object, ...] = ()
         self._warned = False
 
@@ -123,9 +124,7 @@ class NativeBackend(Backend):
 
     def linear(self, module: FP8Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See :meth:`Backend.linear`."""
-        from foundry_fp8.backends.native.linear import NativeLinear  # Triton is imported here, not before
-
-        dtype = checked_dtype(module, x, weight)
+        dtype, native = checked_dtype(module, x, weight), late()
         if not weight.is_contiguous():
             weight = weight.contiguous()
         if x.numel() == 0 or weight.numel() == 0:
@@ -145,19 +144,22 @@ class NativeBackend(Backend):
         if compiling and x.dim() != 2:
             x_hp = x_hp.reshape(-1, x.shape[-1])
         shared: QuantizedInput | None = None
+        cached = self.cached_weight(module, call, dtype) if self.options.cache_weights is True else None
+        ahead = None
         if type(x) is Produced:
             shared = shared_input(x.made, call)
+            if cached is None and call.x[0] is None and native.scaling.SCALINGS[call.plan.kind].joins:
+                cached, ahead = native.ahead.ahead_of(module, x)
         # Delayed scaling: whether another linear's scale is the same, only the device knows.
         elif not compiling and call.x[0] is None:
             shared = self.inputs.of(x, id(call.plan), dtype)
         with without_autocast(x.device.type):
-            cached = self.cached_weight(module, call, dtype) if self.options.cache_weights is True else None
             keep_w = self.room.there is True and not compiling and self.keeps_weight(x)
-            given = call, cached, shared, keep_w, torch.is_grad_enabled()
+            given = call, cached, shared, keep_w, torch.is_grad_enabled(), ahead
             y: Tensor = (
-                NativeLinear.apply(x_hp, weight, bias, given)  # type: ignore[no-untyped-call]
+                native.linear.NativeLinear.apply(x_hp, weight, bias, given)
                 if compiling
-                else apply_untransformed(NativeLinear, x_hp, weight, bias, given)
+                else apply_untransformed(native.linear.NativeLinear, x_hp, weight, bias, given)
             )
         return fresh_view(y, *x.shape[:-1], len(weight)) if compiling and x.dim() != 2 else y
 
@@ -190,7 +192,7 @@ class NativeBackend(Backend):
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
             y: Tensor = NativeLinear.apply(
-                x, weight.contiguous(), None, (call, None, None, False, torch.is_grad_enabled())
+                x, weight.contiguous(), None, (call, None, None, False, torch.is_grad_enabled(), None)
             )  # type: ignore[no-untyped-call]
             return y
 
@@ -221,7 +223,7 @@ class NativeBackend(Backend):
 
     def cached_weight(
         self, module: FP8Linear, call: LinearCall, dtype: torch.dtype
-    ) -> tuple[Layout, Layout, Tensor] | None:
+    ) -> QuantizedWeight | None:
         """Both layouts and the statistics of the weight of ``module``, quantised now or before; ``None`` where not cached.
 
         Args:

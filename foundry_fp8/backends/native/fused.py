@@ -11,6 +11,7 @@ would be: what differs from the unfused modules is the last bit of an elementary
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,20 +19,24 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, shared_input
+from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, is_alone, shared_input
+from foundry_fp8.backends.native.late import late
 from foundry_fp8.backends.native.source import Source
 from foundry_fp8.compat.autograd import apply_untransformed
 from foundry_fp8.compat.fresh_view import in_shape
 from foundry_fp8.compat.module_hooks import watched
+from foundry_fp8.compat.wrapper_tensor import without_function_override
 from foundry_fp8.kernels.launch import HP_DTYPES, interpreting
 from foundry_fp8.kernels.sources import ACTIVATIONS, GRADIENT, GRADIENT_OF_UP, NORM, ROUNDED_NORM
 from foundry_fp8.layers.autocast import compute_dtype, without_autocast
 from foundry_fp8.layers.frozen_weight import in_dtype
-from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.produced import Produced, in_memory
 from foundry_fp8.model_structure.forms import MLPForm, NormForm
 
 __all__ = ["mlp_forward", "norm_forward"]
+
+_readers: weakref.WeakKeyDictionary[nn.Module, Sequence[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+"""Which linears read a norm's output the last time."""
 
 
 def norm_forward(cls: Any, form: NormForm) -> Callable[..., Tensor]:
@@ -50,7 +55,9 @@ def norm_forward(cls: Any, form: NormForm) -> Callable[..., Tensor]:
         if x.dtype != dtype or not alike or x.shape[-1] != parts[0].numel():
             return unfused(self, x)
         with without_autocast(x.device.type):
-            return _Norm.apply(x, *parts, form)  # type: ignore[no-any-return,no-untyped-call]
+            y: Produced = _Norm.apply(x, *parts, form)  # type: ignore[no-untyped-call]
+        y.expected, _readers[self] = _readers.get(self, ()), y.readers
+        return y
 
     return forward
 
@@ -60,12 +67,14 @@ def mlp_forward(cls: Any, form: MLPForm) -> Callable[..., Tensor]:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         members = [self._modules[name] for name in form.linears]
-        if not (self.training and _kernels_run(x)):
+        given = x.source.x if type(x) is Produced else x
+        if not (self.training and _kernels_run(given)):
             y: Tensor = cls.forward(self, x)
             return y
-        fits = x.shape[-1] == members[0].in_features and x.device == members[0].weight.device
-        if fits and all(map(_is_alone, members)) and not watched(self._modules.get(form.activation_module)):
-            return _mlp(x, members, form)
+        fits = given.shape[-1] == members[0].in_features and given.device == members[0].weight.device
+        if fits and all(map(is_alone, members)) and not watched(self._modules.get(form.activation_module)):
+            with without_function_override():  # type: ignore[no-untyped-call]
+                return _mlp(x, members, form)
         gate, *up = (member(x) for member in members[:-1])
         return members[-1](_activated(gate, up[0] if up else None, form.activation))  # type: ignore[no-any-return]
 
@@ -78,40 +87,28 @@ def _kernels_run(x: Tensor) -> bool:
     return there and memory and x.dtype in HP_DTYPES and not torch.compiler.is_compiling()
 
 
-def _is_alone(member: nn.Module) -> bool:
-    """Whether a linear can be computed without being called: in FP8 alone, shown to nobody, with a weight in memory."""
-    if not isinstance(member, FP8Linear) or "forward" in vars(member) or watched(member):
-        return False
-    if not member.runs_fp8 or member.probe is not None:
-        return False
-    fp8 = member.fprop == member.dgrad == member.wgrad == "fp8"
-    return fp8 and type(member.weight) in (nn.Parameter, Tensor) and member.weight.numel() > 0
-
-
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: NormForm) -> Tensor:
-        from foundry_fp8.backends.native import ops  # Triton is imported there, not before
-
         rows = x.reshape(-1, x.shape[-1])
         eps = torch.finfo(torch.float32).eps if form.eps is None else form.eps
-        mean, rstd = ops.norm_statistics(rows, eps, form.centred)
+        mean, rstd = late().ops.norm_statistics(rows, eps, form.centred)
         mean = mean if form.centred else None
         gain = weight.float() + 1 if form.plus_one else weight
         kind = ROUNDED_NORM if form.rounded else NORM
         ctx.save_for_backward(x, gain, mean, rstd)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return Produced(x.shape, Source(rows, None, mean, rstd, gain, bias, kind), ops.produce)
+        return Produced(x.shape, Source(rows, None, mean, rstd, gain, bias, kind), late().ops.produce)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from foundry_fp8.backends.native import ops
-
         x, gain, mean, rstd = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
         weight_dtype, bias_dtype = ctx.dtypes
-        dx, dweight, dbias = ops.norm_backward(dy.reshape(rows.shape), rows, rstd, gain, mean, weight_dtype)
+        dx, dweight, dbias = late().ops.norm_backward(
+            dy.reshape(rows.shape), rows, rstd, gain, mean, weight_dtype
+        )
         if bias_dtype is not None and mean is None:
             dbias = dy.float().reshape(rows.shape).sum(0)
         return dx.view(x.shape), dweight, None if bias_dtype is None else dbias.to(bias_dtype), None
@@ -120,23 +117,19 @@ class _Norm(torch.autograd.Function):
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor | None, code: int) -> Tensor:
-        from foundry_fp8.backends.native import ops
-
         rows = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(x, up)
         ctx.code = code
         source = Source(rows, None if up is None else up.reshape(rows.shape), kind=code)
-        return Produced(x.shape, source, ops.produce)
+        return Produced(x.shape, source, late().ops.produce)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from foundry_fp8.backends.native import ops
-
         x, up = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
         up_rows = None if up is None else up.reshape(rows.shape)
-        dx, dup = ops.activation_backward(dy.reshape(rows.shape), rows, up_rows, ctx.code)
+        dx, dup = late().ops.activation_backward(dy.reshape(rows.shape), rows, up_rows, ctx.code)
         return dx.view(x.shape), None if up is None else dup.view(x.shape), None
 
 
@@ -160,9 +153,7 @@ class _MLP(torch.autograd.Function):
         keeps: tuple[bool, bool],
         *tensors: Any,
     ) -> Tensor:
-        from foundry_fp8.backends.native.linear import fprop
-
-        made: dict[Any, Any] = {}
+        fprop, made = late().linear.fprop, {}
         if isinstance(x, Produced):
             source, made = x.source, x.made
         else:
@@ -173,13 +164,13 @@ class _MLP(torch.autograd.Function):
         keep_w &= ctx.needs_input_grad[0]
         inner: list[Tensor] = []
         saved: list[Sequence[Tensor | None]] = []
-        for weight, bias, call, known, keep_x in zip(
-            weights[:-1], biases, calls, cached, needs, strict=False
-        ):
-            shared = shared_input(made, call)
-            y, kept = fprop(
-                source, weight, bias, call, keep_x=keep_x, keep_w=keep_w, cached=known, shared=shared
-            )
+        ahead = None
+        if count == 3 and cached[1] is None and calls[1].plan is calls[0].plan:
+            ahead = late().ahead.Ahead(weights[1:2], [calls[1].w])
+        for i, (weight, bias, call) in enumerate(zip(weights[:-1], biases, calls, strict=False)):
+            options = {"keep_x": needs[i], "keep_w": keep_w, "shared": shared_input(made, call)}
+            known = ahead.made[0] if i and ahead is not None and ahead.made else cached[i]
+            y, kept = fprop(source, weight, bias, call, cached=known, ahead=None if i else ahead, **options)
             inner.append(y)
             saved.append(kept)
         gate, up = inner[0], inner[1] if len(inner) > 1 else None
@@ -197,13 +188,12 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from foundry_fp8.backends.native.linear import SAVED, dgrad_and_wgrad
-
         ctx.calls_at_backward()
+        saved_by_one, dgrad_and_wgrad = late().linear.SAVED, late().linear.dgrad_and_wgrad
         gate, up, *saved = ctx.saved_tensors
         count, dtype = len(ctx.calls), gate.dtype
         needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
-        kept = [saved[SAVED * i : SAVED * (i + 1)] for i in range(count)]
+        kept = [saved[saved_by_one * i : saved_by_one * (i + 1)] for i in range(count)]
         if ctx.kept_w is not None:
             for of_one, kept_w in zip(kept, ctx.kept_w, strict=True):
                 of_one[4:] = kept_w

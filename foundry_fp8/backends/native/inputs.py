@@ -6,17 +6,19 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foundry_fp8.backends.native.plan import Plan, plan_of
+from foundry_fp8.compat.module_hooks import watched
 from foundry_fp8.compat.selective_checkpoint import selective_checkpoint_runs
 from foundry_fp8.kernels.launch import HP_DTYPES
 from foundry_fp8.layers.autocast import compute_dtype
 from foundry_fp8.layers.gemm_layer import FP8GemmLayer, Probe
+from foundry_fp8.layers.linear import FP8Linear
 from foundry_fp8.layers.shared_inputs import QuantizedInput
 from foundry_fp8.numerics.recipes import GemmPrecision, Recipe
 
-__all__ = ["Delayed", "LinearCall", "checked_dtype", "shared_input"]
+__all__ = ["Delayed", "LinearCall", "checked_dtype", "is_alone", "shared_input"]
 
 Delayed = tuple[Tensor | None, Tensor | None]
 """Delayed scaling's scale (0-d), and where to record the amax (``None``: nowhere). Both ``None`` for the other recipes."""
@@ -126,3 +128,13 @@ def _delayed_tensors(module: FP8GemmLayer) -> list[Delayed]:
         (scales[slot.index], amaxes[slot.index] if operand in recording else None)
         for operand, slot in slots.items()
     ]
+
+
+def is_alone(member: nn.Module) -> bool:
+    """Whether a linear can be computed without being called: in FP8 alone, shown to nobody, with a weight in memory."""
+    if not isinstance(member, FP8Linear) or "forward" in vars(member) or watched(member):
+        return False
+    if not member.runs_fp8 or member.probe is not None:
+        return False
+    fp8 = member.fprop == member.dgrad == member.wgrad == "fp8"
+    return fp8 and type(member.weight) in (nn.Parameter, Tensor) and member.weight.numel() > 0

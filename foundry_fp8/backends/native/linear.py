@@ -25,16 +25,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foundry_fp8.backends.native.ahead import Ahead
 from foundry_fp8.backends.native.inputs import LinearCall
 from foundry_fp8.backends.native.ops import produce, unnoticed
-from foundry_fp8.backends.native.passes import OneOperand, pass_of
-from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan, quantized_view
+from foundry_fp8.backends.native.passes import Job, pass_of
+from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan, QuantizedWeight, quantized_view
 from foundry_fp8.backends.native.scaling import SCALINGS
-from foundry_fp8.backends.native.scaling.base import Output
+from foundry_fp8.backends.native.scaling.base import Output, Quantised
 from foundry_fp8.backends.native.source import BOTH, BY_COLUMNS, BY_ROWS, LAYOUTS, Source
 from foundry_fp8.compat.fresh_view import in_shape
 from foundry_fp8.kernels.launch import as_rows
-from foundry_fp8.kernels.zeros import Statistics, statistics
+from foundry_fp8.kernels.zeros import statistics
 from foundry_fp8.layers.frozen_weight import in_dtype
 from foundry_fp8.layers.produced import Produced
 from foundry_fp8.layers.shared_inputs import QuantizedInput
@@ -52,7 +53,7 @@ class NativeLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        given: tuple[LinearCall, tuple[Layout, Layout, Tensor] | None, QuantizedInput | None, bool, bool],
+        given: tuple[LinearCall, QuantizedWeight | None, QuantizedInput | None, bool, bool, Ahead | None],
     ) -> Tensor:
         """Run fprop.
 
@@ -61,11 +62,11 @@ class NativeLinear(torch.autograd.Function):
             x: ``[..., K]``, hp, in memory or not (:class:`~foundry_fp8.layers.produced.Produced`); ``[M, K]`` where this is traced.
             weight: ``[N, K]``, hp.
             bias: ``[N]``, hp, or ``None``.
-            given: Everything else; what :func:`quantize_weight` made of this weight earlier; what other linears made of this x, and
-                where to note what this one makes; whether the weight's transposed layout stays until backward; whether a backward
-                can come, which ``needs_input_grad`` does not say: under ``no_grad`` it is as with gradients.
+            given: Everything else; this weight quantised, if it is already; what other linears made of this x, and where to note what
+                this one makes; whether the weight's transposed layout, made in this forward, stays until backward; whether a backward
+                can come, which ``needs_input_grad`` does not say: under ``no_grad`` it is as with gradients; what else reads this x.
         """
-        call, cached, shared, keep_w, grad = given
+        call, cached, shared, keep_w, grad, ahead = given
         needs_w = ctx.needs_input_grad[1]
         hp_wgrad = call.wgrad == "high_precision"
         keep_x = needs_w and not hp_wgrad and grad
@@ -75,9 +76,17 @@ class NativeLinear(torch.autograd.Function):
             source = x.source
         else:
             source = Source(x if ctx.shape is None else x.reshape(-1, ctx.shape[-1]))
-        keep_w &= cached is None and ctx.needs_input_grad[0]
+        keep_w &= ctx.needs_input_grad[0]
         y, saved = fprop(
-            source, weight, bias, call, cached=cached, keep_x=keep_x, keep_w=keep_w, shared=shared
+            source,
+            weight,
+            bias,
+            call,
+            cached=cached,
+            keep_x=keep_x,
+            keep_w=keep_w,
+            shared=shared,
+            ahead=ahead,
         )
         ctx.kept_w = (
             saved[4:] if keep_w else None
@@ -125,8 +134,9 @@ def fprop(
     *,
     keep_x: bool,
     keep_w: bool = False,
-    cached: tuple[Layout, Layout, Tensor] | None = None,
+    cached: QuantizedWeight | None = None,
     shared: QuantizedInput | None = None,
+    ahead: Ahead | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """``Y = X W^T + b``.
 
@@ -139,28 +149,53 @@ def fprop(
         keep_w: Make what dgrad needs of the weight.
         cached: The weight, if it is quantised already.
         shared: What other linears made of this x, and where to note what this one makes.
+        ahead: Other linears' weights, quantised beside this one where nobody watches.
 
     Returns:
         ``Y`` in the dtype of x, and what :func:`dgrad_and_wgrad` needs.
     """
     plan, probe, direct, scaling = call.plan, call.probe, unnoticed(), SCALINGS[call.plan.kind]
-    x = source.x
-    w = in_dtype(weight, x.dtype)
+    x, w = source.x, in_dtype(weight, source.x.dtype)
     given = source if source.kind else x
-    run = pass_of("x", x, given, w, plan, call.x, call.w, direct=direct)
-    x_piece, w_piece = statistics(x.device, 2) if run.has_statistics else (None, None)
-    x_amax = w_amax = None
-    if run.copies:
-        given = _by_rows(given)
-    made = None if shared is None else shared.get("rows")
-    if scaling.follows_amax and call.x[0] is None and cached is None and made is None:
-        x_amax, w_amax = run.measure(given, x_piece, w, w_piece)
-    qx, x_stats, kept_x = _quantize_input(given, call, keep_x, made, shared, x_amax, run.first, x_piece)
-    if cached is not None:
-        qw, qw_t, w_stats = cached
-    else:
+    rows = None if shared is None else shared.get("rows")
+    columns = shared.get("columns") if shared is not None and keep_x else None
+    layouts = LAYOUTS[rows is None, keep_x and columns is None, False]
+    weights, states = ([w], [call.w]) if cached is None else ([], [])
+    if ahead is not None and direct:
+        weights += [in_dtype(one, x.dtype) for one in ahead.weights]
+        states += ahead.states
+    if weights or layouts.rows or layouts.columns:
+        run = pass_of("x", x, given, weights, plan, (call.x, *states), direct=direct)
+        count = 1 + len(weights)
+        pieces = statistics(x.device, count) if run.has_statistics else (None,) * count
+        if run.copies:
+            given = _by_rows(given)
+        # Scales get no local name here: Dynamo names a graph's inputs by locals, and then finds another one for dy in backward
+        # (seen with torch 2.7; test_compiles_whole_and_gives_the_same_bits shows it).
+        jobs: list[Job] = []
+        if layouts.rows or layouts.columns:
+            amax = rows[2] if rows is not None and scaling.follows_amax else None
+            jobs.append((0, given, pieces[0], layouts, (call.x[0], amax, call.x[1])))
         w_layouts = BOTH if keep_w else BY_ROWS
-        qw, qw_t, w_stats, _ = run.w.quantize(w, w_piece, w_layouts, (call.w[0], w_amax, call.w[1]))
+        for i, one in enumerate(weights):
+            amaxes = states[i][0], None, states[i][1]
+            jobs.append((i + 1, one, pieces[i + 1], w_layouts, amaxes))
+        made = run.quantize(jobs)
+        if layouts.rows or layouts.columns:
+            by_rows, transposed, stats, _ = made.pop(0)
+            rows = (*by_rows, stats) if layouts.rows else rows
+            columns = transposed if layouts.columns else columns
+            if shared is not None:
+                assert rows is not None
+                shared.put("rows", *rows)
+                if columns is not None:
+                    shared.put("columns", *columns)
+        if cached is None:
+            cached = _weight(made.pop(0), keep_w)
+        if ahead is not None:
+            ahead.made = [_weight(one, keep_w) for one in made]
+    assert rows is not None and cached is not None
+    qx, x_stats, (qw, qw_t, w_stats) = rows[:2], rows[2], cached
     if probe is not None:
         assert call.recipe is not None
         x = _in_memory(given)
@@ -174,7 +209,12 @@ def fprop(
         y = _dequantized("fprop", qx, qw, plan, out, added)
     else:
         y = F.linear(_in_memory(given), w, added) * plan.alpha
-    return y, (weight, w_stats, *kept_x, *(qw_t if keep_w or cached is not None else (None, None)))
+    return y, (weight, w_stats, *(columns or (None, None)), *qw_t)
+
+
+def _weight(made: Quantised, kept: bool) -> QuantizedWeight:
+    by_rows, transposed, stats, _ = made
+    return by_rows, transposed if kept else (None, None), stats
 
 
 def _dequantized(
@@ -195,39 +235,6 @@ def _in_memory(source: Source | Tensor) -> Tensor:
 
 def _by_rows(source: Source | Tensor) -> Source | Tensor:
     return as_rows(source) if isinstance(source, Tensor) else source._replace(x=as_rows(source.x))
-
-
-def _quantize_input(
-    source: Source | Tensor,
-    call: LinearCall,
-    keep_x: bool,
-    rows: tuple[Any, ...] | None,
-    shared: QuantizedInput | None,
-    amax: Tensor | None,
-    operand: OneOperand,
-    piece: Statistics | None,
-) -> tuple[Layout, Tensor, tuple[Tensor | None, ...]]:
-    """The input by rows, its statistics, and what to keep: data and scale of the transposed layout. Made unless there already: ``rows``, or what others made of it."""
-    columns = shared.get("columns") if shared is not None and keep_x else None
-    make_columns = keep_x and columns is None
-    if rows is not None and not make_columns:
-        return rows[:2], rows[2], columns or (None, None)
-    if rows is not None and SCALINGS[call.plan.kind].follows_amax:
-        amax = rows[2]
-    # Scales get no local name here: Dynamo names a graph's inputs by locals, and then finds another one for dy in backward
-    # (seen with torch 2.7; test_compiles_whole_and_gives_the_same_bits shows it).
-    by_rows, transposed, stats, _ = operand.quantize(
-        source, piece, LAYOUTS[rows is None, make_columns, False], (call.x[0], amax, call.x[1])
-    )
-    if rows is None:
-        rows = *by_rows, stats
-        if shared is not None:
-            shared.put("rows", *rows)
-    if make_columns:
-        columns = transposed
-        if shared is not None:
-            shared.put("columns", *columns)
-    return rows[:2], rows[2], columns or (None, None)
 
 
 def dgrad_and_wgrad(
@@ -258,16 +265,23 @@ def dgrad_and_wgrad(
     needs_x, needs_w, needs_b = needs
     if not (needs_x or needs_w):
         return None, None, _in_memory(dy).float().sum(0) if needs_b else None
-    made_here = needs_x and (kept_w is None or kept_w_scale is None)
-    w, direct = in_dtype(weight, x_dtype) if made_here else weight, unnoticed()
-    run = pass_of("dy", tensor, dy, w, plan, call.dy, (w_scale, None), direct=direct)
-    dy_piece, w_piece = statistics(tensor.device, 2) if run.has_statistics else (None, None)
+    kept = kept_w is not None and kept_w_scale is not None
+    direct = unnoticed()
+    weights = [in_dtype(weight, x_dtype)] if needs_x and not kept and call.dgrad != "high_precision" else []
+    run = pass_of("dy", tensor, dy, weights, plan, (call.dy, (w_scale, None)), direct=direct)
+    pieces = statistics(tensor.device, 1 + len(weights)) if run.has_statistics else (None, None)
     if run.copies:
         dy = _by_rows(dy)
     layouts = LAYOUTS[needs_x or probe is not None, needs_w, needs_b]
-    qdy, qdy_t, dy_stats, column_sum = run.first.quantize(
-        dy, dy_piece, layouts, (call.dy[0], None, call.dy[1])
-    )
+    job: Job = 0, dy, pieces[0], layouts, (call.dy[0], None, call.dy[1])
+    qw_t: Any = (kept_w, kept_w_scale)
+    if weights:
+        known = w_stats if scaling.follows_amax and w_scale is None else None
+        of_w: Job = 1, weights[0], pieces[1], BY_COLUMNS, (w_scale, known, None)
+        made, (_, qw_t, _, _) = run.quantize((job, of_w))
+    else:
+        (made,) = run.quantize((job,))
+    qdy, qdy_t, dy_stats, column_sum = made
     if probe is not None:
         assert call.recipe is not None
         hp = _in_memory(dy)
@@ -276,11 +290,6 @@ def dgrad_and_wgrad(
     if needs_x and call.dgrad == "high_precision":
         dx = _in_memory(dy) @ in_dtype(weight, x_dtype) * plan.alpha
     elif needs_x:
-        if kept_w is not None and kept_w_scale is not None:
-            qw_t = kept_w, kept_w_scale
-        else:
-            known = w_stats if scaling.follows_amax and w_scale is None else None
-            _, qw_t, _, _ = run.w.quantize(w, w_piece, BY_COLUMNS, (w_scale, known, None))
         if call.dgrad == "fp8":
             dx = scaling.multiply("dgrad", qdy, qw_t, plan, (m, k, x_dtype), direct=direct)
         else:
@@ -299,7 +308,7 @@ def dgrad_and_wgrad(
 
 def quantize_weight(
     weight: Tensor, plan: Plan, *, scale: Tensor | None = None, amax_slot: Tensor | None = None
-) -> tuple[Layout, Layout, Tensor]:
+) -> QuantizedWeight:
     """Both layouts of a weight (``[N, K]``, in the compute dtype) in one pass, to be kept across microbatches."""
     rows, transposed, stats, _ = SCALINGS[plan.kind].quantize(
         Source(weight), "w", plan, BOTH, (scale, None, amax_slot), direct=unnoticed()

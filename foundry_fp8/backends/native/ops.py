@@ -24,22 +24,13 @@ from foundry_fp8.kernels.norms import norm_backward as norm_backward_kernel
 from foundry_fp8.kernels.norms import norm_statistics as norm_statistics_kernel
 from foundry_fp8.kernels.producers import Producer
 from foundry_fp8.kernels.producers import produce as produce_kernel
-from foundry_fp8.kernels.tensorwise import amax_of_two as amax_of_two_kernel
 from foundry_fp8.kernels.tensorwise import quantize_tensorwise as quantize_tensorwise_kernel
 from foundry_fp8.kernels.zeros import unshared
 
 __all__ = [
-    "activation_backward",
-    "amax_of_two",
-    "blockwise_gemm",
-    "norm_backward",
-    "norm_statistics",
-    "produce",
-    "quantize_blockwise",
-    "quantize_tensorwise",
-    "tensorwise_gemm",
-    "unnoticed",
-]
+    "activation_backward", "blockwise_gemm", "norm_backward", "norm_statistics", "produce", "quantize_blockwise",
+    "quantize_tensorwise", "tensorwise_gemm", "unnoticed",
+]  # fmt: skip
 
 
 def _noticed() -> bool:
@@ -89,24 +80,10 @@ def _made(x: Tensor, wanted: bool, shape: Sequence[int], dtype: torch.dtype) -> 
 
 @operator(mutates=("amax_slot",))
 def quantize_tensorwise(
-    x: Tensor,
-    up: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    kind: int,
-    scale: Tensor | None,
-    known_amax: Tensor | None,
-    amax_slot: Tensor | None,
-    fmt: str,
-    power_2: bool,
-    rows: bool,
-    columns: bool,
-    column_sum: bool,
-    constant: float | None = None,
-    gemm_alpha: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, up: Tensor | None, mean: Tensor | None, rstd: Tensor | None, weight: Tensor | None, bias: Tensor | None, kind: int,
+    scale: Tensor | None, known_amax: Tensor | None, amax_slot: Tensor | None,
+    fmt: str, power_2: bool, rows: bool, columns: bool, column_sum: bool, constant: float | None = None, gemm_alpha: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """:func:`foundry_fp8.kernels.tensorwise.quantize_tensorwise`: data, data_t, (amax, gemm_scale, scale_inv), column_sum."""
     source = Producer(x, up, mean, rstd, weight, bias, kind)
     return quantize_tensorwise_kernel(  # type: ignore[return-value]
@@ -140,44 +117,10 @@ def _(
 
 
 @operator()
-def amax_of_two(
-    x: Tensor,
-    up: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    kind: int,
-    other: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """:func:`foundry_fp8.kernels.tensorwise.amax_of_two`: two of float32 ``[3]``."""
-    source = Producer(x, up, mean, rstd, weight, bias, kind)
-    return amax_of_two_kernel(source, other)
-
-
-@amax_of_two.register_fake
-def _(x, up, mean, rstd, weight, bias, kind, other):
-    first, second = (x.new_empty_strided((3,), (4,), dtype=torch.float32) for _ in range(2))
-    return first, second
-
-
-@operator()
 def quantize_blockwise(
-    x: Tensor,
-    up: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    kind: int,
-    fmt: str,
-    group: int,
-    square: bool,
-    power_2: bool,
-    rows: bool,
-    columns: bool,
-    column_sum: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, up: Tensor | None, mean: Tensor | None, rstd: Tensor | None, weight: Tensor | None, bias: Tensor | None, kind: int,
+    fmt: str, group: int, square: bool, power_2: bool, rows: bool, columns: bool, column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """:func:`foundry_fp8.kernels.blockwise.quantize_blockwise`: data, gemm_scale, data_t, gemm_scale_t, column_sum."""
     source = Producer(x, up, mean, rstd, weight, bias, kind)
     return quantize_blockwise_kernel(  # type: ignore[return-value]
@@ -261,14 +204,8 @@ def _(dy, x, up, kind):
 
 @operator()
 def produce(
-    x: Tensor,
-    up: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    kind: int,
-) -> Tensor:
+    x: Tensor, up: Tensor | None, mean: Tensor | None, rstd: Tensor | None, weight: Tensor | None, bias: Tensor | None, kind: int,
+) -> Tensor:  # fmt: skip
     """:func:`foundry_fp8.kernels.producers.produce`."""
     return produce_kernel(Producer(x, up, mean, rstd, weight, bias, kind))
 

@@ -8,10 +8,13 @@ compiles or is watched goes through torch's operators instead, and keeps nothing
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
 from foundry_fp8.backends.native.inputs import Delayed
-from foundry_fp8.backends.native.ops import amax_of_two
 from foundry_fp8.backends.native.plan import Plan
 from foundry_fp8.backends.native.scaling import SCALINGS
 from foundry_fp8.backends.native.scaling.base import Launch, Quantised
@@ -21,7 +24,7 @@ from foundry_fp8.kernels.tensorwise import Measure
 from foundry_fp8.kernels.zeros import Statistics
 from foundry_fp8.numerics.recipes import Operand
 
-__all__ = ["OneOperand", "Pass", "pass_of"]
+__all__ = ["Job", "Pass", "pass_of"]
 
 _passes = BoundedCache()
 
@@ -34,20 +37,6 @@ def _source(source: Source | Tensor) -> Source:
     return Source(source) if isinstance(source, Tensor) else source
 
 
-class _Watched:
-    """One operand of passes that go through torch's operators."""
-
-    def __init__(self, operand: Operand, plan: Plan, direct: bool) -> None:
-        self._operand, self._plan, self._direct = operand, plan, direct
-
-    def quantize(
-        self, source: Source | Tensor, piece: Statistics | None, layouts: Layouts, amaxes: Amaxes
-    ) -> Quantised:
-        """See :meth:`_Kept.quantize`."""
-        scaling, given = SCALINGS[self._plan.kind], _source(source)
-        return scaling.quantize(given, self._operand, self._plan, layouts, amaxes, direct=self._direct)
-
-
 class WatchedPass:
     """A pass that compiles or is watched, runs beside the current device, or has no kernels to keep; as :class:`EagerPass`."""
 
@@ -57,16 +46,16 @@ class WatchedPass:
     """They make their own."""
 
     def __init__(self, operand: Operand, plan: Plan, direct: bool) -> None:
-        self._direct = direct
-        self.first, self.w = _Watched(operand, plan, direct), _Watched("w", plan, direct)
+        self._operand, self._plan, self._direct = operand, plan, direct
 
-    def measure(
-        self, first: Source | Tensor, piece: Statistics | None, w: Tensor, w_piece: Statistics | None
-    ) -> tuple[Tensor, Tensor]:
-        """See :meth:`EagerPass.measure`."""
-        run = amax_of_two.direct if self._direct else amax_of_two
-        found: tuple[Tensor, Tensor] = run(*_source(first), w)
-        return found
+    def quantize(self, jobs: Sequence[Job]) -> list[Quantised]:
+        """See :meth:`EagerPass.quantize`."""
+        made = []
+        for place, source, _, layouts, amaxes in jobs:
+            operand: Operand = "w" if place else self._operand
+            run = SCALINGS[self._plan.kind].quantize
+            made.append(run(_source(source), operand, self._plan, layouts, amaxes, direct=self._direct))
+        return made
 
 
 class _Kept:
@@ -86,19 +75,22 @@ class _Kept:
         x, up, mean, rstd, weight, bias, _ = source
         return x, self.rest[0], up, self.rest[2], mean, rstd, weight, bias
 
-    def quantize(
-        self, source: Source | Tensor, piece: Statistics | None, layouts: Layouts, amaxes: Amaxes
-    ) -> Quantised:
-        """:meth:`NativeScaling.quantize <foundry_fp8.backends.native.scaling.NativeScaling.quantize>` of one of them with unit
-        strides along its rows, by a launch that is kept; statistics go to ``piece``.
-        """
+    def launch(self, source: Source | Tensor, layouts: Layouts, amaxes: Amaxes) -> Launch:
+        """What quantises such ones, kept."""
         key = layouts, amaxes[1] is None or amaxes[1].data_ptr() % 16 == 0
         launch = self._launches.get(key)
         if launch is None:
             launch = SCALINGS[self._plan.kind].launch(_source(source), self._operand, self._plan, layouts)
             self._launches[key] = launch
-        pointers = (source, *self.rest) if type(source) is not Source else self.pointers(source)
-        return launch(pointers, piece, amaxes)
+        return launch
+
+    def quantize(
+        self, source: Source | Tensor, piece: Statistics | None, layouts: Layouts, amaxes: Amaxes
+    ) -> Quantised:
+        """:meth:`NativeScaling.quantize <foundry_fp8.backends.native.scaling.NativeScaling.quantize>` of one of them with unit
+        strides along its rows; statistics go to ``piece``.
+        """
+        return self.launch(source, layouts, amaxes)(self.pointers(source), piece, amaxes)
 
 
 class EagerPass:
@@ -106,45 +98,77 @@ class EagerPass:
 
     Attributes:
         plan: Their plan. Kept with what is known by its place, so that no other one comes to lie there.
-        first: Of x in forward, of dy in backward.
-        w: Of the weight.
-        has_statistics: Whether both tensors' statistics have to be given places (block scales have none).
+        has_statistics: Whether each tensor's statistics have to be given a place (block scales have none).
         copies: Whether the first tensor has to be copied, so that it has unit strides along its rows.
     """
 
-    __slots__ = ("_measure", "copies", "first", "has_statistics", "plan", "w")
+    __slots__ = ("_joins", "_kept", "_together", "copies", "has_statistics", "plan")
 
-    def __init__(self, operand: Operand, first: Source | Tensor, w: Tensor, plan: Plan) -> None:
+    def __init__(
+        self, operand: Operand, first: Source | Tensor, weights: Sequence[Tensor], plan: Plan
+    ) -> None:
         self.plan, self.copies = plan, as_rows(_tensor(first)) is not _tensor(first)
-        self.first, self.w = _Kept(operand, first, plan), _Kept("w", w, plan)
-        assert as_rows(w) is w, "a weight is contiguous here"
-        self.has_statistics = SCALINGS[plan.kind].has_statistics
-        self._measure: Measure | None = None
+        self._kept = [_Kept(operand, first, plan), *(_Kept("w", w, plan) for w in weights)]
+        assert all(as_rows(w) is w for w in weights), "a weight is contiguous here"
+        self.has_statistics, self._joins = SCALINGS[plan.kind].has_statistics, SCALINGS[plan.kind].joins
+        self._together: dict[tuple[object, ...], _Together] = {}
 
-    def measure(
-        self, first: Source | Tensor, piece: Statistics | None, w: Tensor, w_piece: Statistics | None
-    ) -> tuple[Tensor, Tensor]:
-        """The amaxes of both, each the first of three float32 elements (of both pieces), in one launch; both have unit strides along rows."""
-        assert piece is not None and w_piece is not None
-        if self._measure is None:
-            self._measure = Measure(_source(first), Source(w))
-        stats, w_stats = piece.stats, w_piece.stats
-        self._measure(self.first.pointers(first), stats, (w, self.w.rest[0]), w_stats)  # type: ignore[arg-type]
-        return stats, w_stats
+    def quantize(self, jobs: Sequence[Job]) -> list[Quantised]:
+        """Quantise operands of this pass, the first before weights; in one launch, and measured in one, where the scaling can."""
+        kept = self._kept
+        if len(jobs) == 1 or not self._joins:
+            return [
+                kept[place].quantize(source, piece, layouts, amaxes)
+                for place, source, piece, layouts, amaxes in jobs
+            ]
+        key: list[object] = []
+        for place, _, _, layouts, (_, amax, _) in jobs:
+            key += place, layouts, amax is None, amax is None or amax.data_ptr() % 16 == 0
+        kind = tuple(key)
+        known = self._together.get(kind)
+        if known is None:
+            known = self._together[kind] = _Together(kept, jobs, self.plan)
+        return known(jobs)
 
 
-OneOperand = _Kept | _Watched
+class _Together:
+    """Jobs of one kind in one launch, and those that have to be measured in one before it."""
+
+    __slots__ = ("_kept", "_launch", "_measure", "_unmeasured")
+
+    def __init__(self, kept: Sequence[_Kept], jobs: Sequence[Job], plan: Plan) -> None:
+        scaling, self._kept = SCALINGS[plan.kind], kept
+        self._unmeasured = [
+            scaling.follows_amax and scale is None and amax is None for *_, (scale, amax, _) in jobs
+        ]
+        wanted = list(itertools.compress([_source(job[1]) for job in jobs], self._unmeasured))
+        self._measure = Measure(*wanted) if wanted else None
+        launches = [kept[place].launch(source, layouts, amaxes) for place, source, _, layouts, amaxes in jobs]
+        self._launch = scaling.launch_together(launches)
+
+    def __call__(self, jobs: Sequence[Job]) -> list[Quantised]:
+        given = []
+        for (place, source, piece, _, amaxes), measures in zip(jobs, self._unmeasured, strict=True):
+            pointers, stats = self._kept[place].pointers(source), piece.stats
+            given.append((pointers, stats, *((None, stats, amaxes[2]) if measures else amaxes)))
+        if self._measure is not None:
+            self._measure(*itertools.compress([one[:2] for one in given], self._unmeasured))
+        return self._launch(given, [job[2] for job in jobs])
+
+
 Pass = EagerPass | WatchedPass
+Job = tuple[int, Source | Tensor, Any, Layouts, Amaxes]
+"""What a pass quantises: 0 for its first operand, 1 and so on for weights; what it is made from; the piece for its statistics, if it has
+them. A plain tuple, as Dynamo traces it."""
 
 
 def pass_of(
     operand: Operand,
     x: Tensor,
     first: Source | Tensor,
-    w: Tensor,
+    weights: Sequence[Tensor],
     plan: Plan,
-    delayed: Delayed,
-    delayed_w: Delayed,
+    delayed: Sequence[Delayed],
     *,
     direct: bool,
 ) -> Pass:
@@ -154,24 +178,26 @@ def pass_of(
         operand: What the first tensor is, x or dy.
         x: That tensor, ``[M, C]``, hp, or that of its source.
         first: The same, or its source.
-        w: ``[N, K]``, hp.
+        weights: ``[N, K]`` each, hp.
         plan: The recipe.
-        delayed: Delayed scaling's state of ``first``, as far as this pass uses it.
-        delayed_w: The same of the weight.
+        delayed: Delayed scaling's state of ``first`` and of each weight, as far as this pass uses it.
         direct: Whether nobody watches (:func:`~foundry_fp8.backends.native.ops.unnoticed`).
     """
     if not (direct and SCALINGS[plan.kind].has_kernels and on_current_device(x)):
         return WatchedPass(operand, plan, direct)
-    key: tuple[object, ...] = (
+    kind: tuple[object, ...] = (
         operand, id(plan), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0,
-        w.shape, w.stride(), w.dtype, w.data_ptr() % 16 == 0,
     )  # fmt: skip
+    for w in weights:
+        kind += w.shape, w.stride(), w.dtype, w.data_ptr() % 16 == 0
     if type(first) is Source:
-        others = [t if t is None else (t.dtype, t.stride(), t.data_ptr() % 16 == 0) for t in first[1:6]]
-        key += (first.kind, *others)
-    if delayed[0] is not None or delayed_w[0] is not None:
-        key += tuple([None if one is None else one.data_ptr() % 16 == 0 for one in (*delayed, *delayed_w)])
-    known: EagerPass | None = _passes.get(key)
+        kind += (
+            first.kind,
+            *[t if t is None else (t.dtype, t.stride(), t.data_ptr() % 16 == 0) for t in first[1:6]],
+        )
+    if delayed[0][0] is not None or delayed[0][1] is not None:
+        kind += tuple([None if t is None else t.data_ptr() % 16 == 0 for state in delayed for t in state])
+    known: EagerPass | None = _passes.get(kind)
     if known is None:
-        known = _passes[key] = EagerPass(operand, first, w, plan)
+        known = _passes[kind] = EagerPass(operand, first, weights, plan)
     return known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -49,6 +49,9 @@ def plan_of(recipe: Recipe, alpha: float = 1.0) -> Plan:
 
 Layout = tuple[Tensor, Tensor]
 """``(FP8 data, GEMM scale)``. An operand has two, by rows and transposed: each is contiguous along the dimension its GEMM contracts."""
+
+QuantizedWeight = tuple[Layout, tuple[Any, Any], Tensor]
+"""A weight by rows; transposed, or twice ``None`` where that is not kept; its statistics."""
 
 
 def quantized_view(

@@ -12,15 +12,18 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foundry_fp8.backends.native.inputs import LinearCall
+from foundry_fp8.backends.native.passes import EagerPass
 from foundry_fp8.backends.native.plan import FORMATS, Layout, Plan, plan_of
 from foundry_fp8.backends.native.scaling import SCALINGS
 from foundry_fp8.backends.native.source import BOTH, BY_COLUMNS, BY_ROWS, Amaxes, Layouts, Source
 from foundry_fp8.kernels.launch import driver_version
+from foundry_fp8.kernels.zeros import statistics
 from foundry_fp8.numerics.formats import Float8Format
 from foundry_fp8.numerics.quantize import amax_of, quantize_tensor, scale_from_amax
 from foundry_fp8.numerics.recipes import Gemm, Operand, Recipe
@@ -94,30 +97,48 @@ def _results(
 def _operands(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, plan: Plan, fused: bool) -> Iterator[Result]:
     """What the quantise kernels make of each operand."""
     from foundry_fp8.kernels.norms import norm_statistics
-    from foundry_fp8.kernels.tensorwise import amax_of_two
 
     operands: tuple[tuple[Operand, Tensor], ...] = (("x", x), ("w", w), ("dy", dy))
-    known: dict[Operand, Tensor] = {}
-    if recipe.measures_first:
-        amaxes = amax_of_two(Source.identity(x), w)
-        known = {"x": amaxes[0], "w": amaxes[1]}
-        yield (
-            "amax_of_two",
-            "the amaxes of x and w",
-            torch.stack([a[0] for a in amaxes]),
-            torch.stack([amax_of(x), amax_of(w)]),
-            None,
-        )
     for operand, value in operands:
         for layouts in (BOTH,) if operand != "w" else (BY_ROWS, BY_COLUMNS):
             source = Source.identity(value)
-            yield from _quantised(source, operand, recipe, plan, layouts, known.get(operand))
+            yield from _quantised(source, operand, recipe, plan, layouts)
     if recipe.measures_first:  # an Inf makes the scale 1; training's is a quotient
         yield from _quantised(Source.identity(_finite(x)), "x", recipe, plan, BOTH)
+    if SCALINGS[plan.kind].joins:
+        yield from _together(x, w, recipe, plan)
     if fused:
         _, rstd = norm_statistics(x, 1e-5, centered=False)
         source = Source.norm(x, rstd, torch.ones_like(x[0]))
         yield from _quantised(source, "x", recipe, plan, BOTH)
+
+
+def _together(x: Tensor, w: Tensor, recipe: Recipe, plan: Plan) -> Iterator[Result]:
+    """An input and three weights in one launch, measured in one where the scale is the amax's."""
+    given: tuple[tuple[Operand, Tensor], ...] = (("x", x), ("w", w), ("w", w[:48]), ("w", w))
+    pieces, amaxes = statistics(x.device, len(given)), _amaxes(recipe, x.device)
+    run = EagerPass("x", x, [one for _, one in given[1:]], plan)
+    made = run.quantize([(i, one, pieces[i], BOTH, amaxes) for i, (_, one) in enumerate(given)])
+    for (operand, one), (rows, transposed, stats, _) in zip(given, made, strict=True):
+        again = _amaxes(recipe, x.device)
+        wanted = SCALINGS[plan.kind].both(Source(one), operand, plan, BOTH, (again, again)).reference
+        for name, ours in (("data", rows[0]), ("data_t", transposed[0]), ("stats", stats)):
+            yield _same("quantize_together", name, operand, ours, wanted, plan)
+
+
+def _amaxes(recipe: Recipe, device: torch.device) -> Amaxes:
+    """Some delayed scale, and where the amax goes."""
+    if not recipe.uses_history:
+        return None, None, None
+    scale, slot = torch.tensor([13.7, 0.0], dtype=torch.float32, device=device).unbind()
+    return scale, None, slot
+
+
+def _same(kernel: str, name: str, operand: Operand, ours: Tensor, wanted: Any, plan: Plan) -> Result:
+    reference = getattr(wanted, name)
+    rounds = name.startswith("data") and reference is not None and _rounds_twice(reference.device)
+    allowed = _neighbour(reference, FORMATS[plan.fmt(operand)]) if rounds else None
+    return kernel, f"{name} of {operand}", ours, reference, allowed
 
 
 def _quantised(
@@ -126,21 +147,13 @@ def _quantised(
     recipe: Recipe,
     plan: Plan,
     layouts: Layouts,
-    known: Tensor | None = None,
 ) -> Iterator[Result]:
-    fmt, device = FORMATS[plan.fmt(operand)], source.x.device
-    amaxes: tuple[Amaxes, Amaxes] = (None, known, None), (None, known, None)
-    if recipe.uses_history:
-        zeros = torch.zeros(2, dtype=torch.float32, device=device).unbind()
-        scale = torch.full((), 13.7, dtype=torch.float32, device=device)
-        amaxes = (scale, known, zeros[0]), (scale, known, zeros[1])
+    amaxes = _amaxes(recipe, source.x.device), _amaxes(recipe, source.x.device)
     layouts = layouts._replace(column_sum=operand == "dy")
     made = SCALINGS[plan.kind].both(source, operand, plan, layouts, amaxes)
     yield made.kernel, f"the recorded amax of {operand}", amaxes[0][2], amaxes[1][2], None
     for name in made.names:
-        wanted = getattr(made.reference, name)
-        allowed = _neighbour(wanted, fmt) if _rounds_twice(device) and name.startswith("data") else None
-        yield made.kernel, f"{name} of {operand}", getattr(made.ours, name), wanted, allowed
+        yield _same(made.kernel, name, operand, getattr(made.ours, name), made.reference, plan)
     bound = source.x.double().abs().sum(0) * len(source.x) * 2.0**-24
     sums = made.ours.column_sum, made.reference.column_sum
     yield made.kernel, f"column_sum of {operand}", *sums, bound

@@ -28,14 +28,8 @@ from foundry_fp8.model_structure.names import clean_name, named_modules_clean
 from foundry_fp8.observe.flops.gemms import first_int
 
 __all__ = [
-    "AttentionShape",
-    "Mask",
-    "attended_pairs",
-    "attention_shapes",
-    "documents_of",
-    "in_chunks",
-    "packed_pairs",
-]
+    "AttentionShape", "Mask", "attended_pairs", "attention_shapes", "documents_of", "in_chunks", "packed_pairs",
+]  # fmt: skip
 
 
 Mask = tuple[int | None, bool, bool, int | None]

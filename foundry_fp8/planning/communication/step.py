@@ -27,15 +27,8 @@ from foundry_fp8.planning.communication import legs
 from foundry_fp8.planning.communication.machines import Network, Share
 
 __all__ = [
-    "COMPRESSED",
-    "Layout",
-    "Workload",
-    "best_layout",
-    "largest_of",
-    "layout",
-    "plan_communication",
-    "slowest",
-]
+    "COMPRESSED", "Layout", "Workload", "best_layout", "largest_of", "layout", "plan_communication", "slowest",
+]  # fmt: skip
 
 MASTER_BYTES = 4  # of a float32 parameter, or of its gradient
 ACTIVATION_BYTES = 2  # BF16

@@ -21,17 +21,9 @@ from foundry_fp8.planning.memory.live_bytes import meter_for
 from foundry_fp8.planning.memory.solver import Cost, Frame
 
 __all__ = [
-    "BlockRun",
-    "Call",
-    "capture_calls",
-    "clock",
-    "gradients",
-    "held_bytes",
-    "local_numel",
-    "map_input",
-    "measure_frame",
-    "unchanged",
-]
+    "BlockRun", "Call", "capture_calls", "clock", "gradients", "held_bytes", "local_numel", "map_input",
+    "measure_frame", "unchanged",
+]  # fmt: skip
 
 
 CACHE_BYTES = 128 * 2**20

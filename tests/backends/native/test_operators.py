@@ -45,7 +45,6 @@ def operator_samples(device):
             ops.quantize_tensorwise,
             (x, *NOTHING, 0, None, None, None, "e5m2", False, True, True, True, 1024.0, 0.125),
         ),
-        "amax_of_two": (ops.amax_of_two, (x, *NOTHING, 0, x)),
         "block": (ops.quantize_blockwise, (x, *NOTHING, 0, "e4m3", 128, False, True, True, True, True)),
         "square": (ops.quantize_blockwise, (x, *NOTHING, 0, "e4m3", 128, True, True, True, True, False)),
         "mx": (ops.quantize_blockwise, (x, *NOTHING, 0, "e4m3", 32, False, True, False, True, False)),
@@ -65,7 +64,7 @@ def operator_samples(device):
 
 @pytest.mark.parametrize(
     "name",
-    ["current", "delayed", "amax_of_two", "constant", "block", "square", "mx", "gemm", "tensorwise_gemm", "statistics", "norm_backward", "activation_backward"],
+    ["current", "delayed", "constant", "block", "square", "mx", "gemm", "tensorwise_gemm", "statistics", "norm_backward", "activation_backward"],
 )  # fmt: skip
 def test_operators_say_what_they_return(name, device):
     """torch's own check: the schema is right about mutation and aliases, fake outputs match real ones."""

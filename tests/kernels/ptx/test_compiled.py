@@ -23,6 +23,7 @@ from tests.kernels import (
     test_dequantize,
     test_packed_norms,
     test_packing,
+    test_tensorwise,
 )
 from tests.kernels import test_producers as producers
 from tests.kernels.cases import DTYPES, assert_same_bits, poisoned, spread
@@ -40,6 +41,13 @@ def test_delayed_with_every_output_keeps_what_is_not_finite(device):
     assert_matches_reference(
         x, E5M2, scale=torch.tensor(13.7), slot=torch.tensor(0.5), power_2=False, column_sum=True
     )
+
+
+def test_several_at_once(device):
+    for scaling in ("measured", "delayed"):
+        test_tensorwise.test_several_at_once_are_each_of_them_alone(
+            [(33, 130), (1, 130), (40, 16)], scaling, device
+        )
 
 
 def test_blocks_in_both_layouts_keep_what_is_not_finite(device):

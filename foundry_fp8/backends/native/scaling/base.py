@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -50,6 +50,8 @@ class NativeScaling(abc.ABC):
     follows_amax: ClassVar[bool] = False
     """Whether the one scale is that of an amax, measured before or recorded."""
     has_statistics: ClassVar[bool] = False
+    joins: ClassVar[bool] = False
+    """Whether :meth:`launch_together` puts several tensors into one launch."""
     has_kernels: ClassVar[bool] = True
     """Whether kernels of this package quantise; otherwise torch's operators."""
     product: ClassVar[str] = "torch._scaled_mm"
@@ -67,6 +69,12 @@ class NativeScaling(abc.ABC):
 
     def launch(self, source: Source, operand: Operand, plan: Plan, layouts: Layouts) -> Launch:
         """The same of all sources of one kind with unit strides along their rows; to be kept."""
+        raise NotImplementedError
+
+    def launch_together(
+        self, launches: Sequence[Any]
+    ) -> Callable[[Sequence[tuple[Any, ...]], Sequence[Any]], list[Quantised]]:
+        """Several of :meth:`launch` at once: a function of each one's pointers, statistics and amaxes, in a row, and of the pieces."""
         raise NotImplementedError
 
     @abc.abstractmethod

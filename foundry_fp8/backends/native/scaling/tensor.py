@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +37,7 @@ class TensorKernels(NativeScaling):
     kind: ClassVar[str] = "tensor"
     follows_amax: ClassVar[bool] = True
     has_statistics: ClassVar[bool] = True
+    joins: ClassVar[bool] = True
 
     def options(self, operand: Operand, plan: Plan) -> tuple[bool, float | None, float]:
         """Whether scales are powers of two; a constant scale, if there is one; what the GEMM scale is multiplied by."""
@@ -57,14 +60,20 @@ class TensorKernels(NativeScaling):
 
     def launch(self, source: Source, operand: Operand, plan: Plan, layouts: Layouts) -> Launch:
         """See :meth:`NativeScaling.launch`."""
-        fmt, options = FORMATS[plan.fmt(operand)], self._options(operand, plan, layouts)
-        cast, place = tensorwise.Cast(source, fmt, **options), self.scale_t(operand)
+        cast = tensorwise.Cast(source, FORMATS[plan.fmt(operand)], **self._options(operand, plan, layouts))
+        return _TensorLaunch(cast, self.scale_t(operand))
 
-        def run(pointers: tuple[object, ...], piece: Statistics, amaxes: Amaxes) -> Quantised:
-            stats, by_rows = piece
-            data, data_t, summed = cast(pointers, stats, *amaxes)
-            by_columns = by_rows if place == 1 else stats.select(0, place)
-            return (data, by_rows), (data_t, by_columns), stats, summed  # type: ignore[return-value]
+    def launch_together(
+        self, launches: Sequence[Any]
+    ) -> Callable[[Sequence[tuple[Any, ...]], Sequence[Any]], list[Quantised]]:
+        """See :meth:`NativeScaling.launch_together`."""
+        casts = tensorwise.Casts([one.cast for one in launches])
+
+        def run(given: Sequence[tuple[Any, ...]], pieces: Sequence[Any]) -> list[Quantised]:
+            return [
+                one.quantised(piece, made)
+                for one, piece, made in zip(launches, pieces, casts(given), strict=True)
+            ]
 
         return run
 
@@ -96,6 +105,23 @@ class TensorKernels(NativeScaling):
     def _options(self, operand: Operand, plan: Plan, layouts: Layouts) -> dict[str, Any]:
         power_2, constant, alpha = self.options(operand, plan)
         return {"power_2": power_2, "constant": constant, "alpha": alpha, **layouts._asdict()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _TensorLaunch:
+    """What :meth:`TensorKernels.launch` keeps."""
+
+    cast: tensorwise.Cast
+    scale_t: int
+
+    def __call__(self, pointers: tuple[object, ...], piece: Statistics, amaxes: Amaxes) -> Quantised:
+        return self.quantised(piece, self.cast(pointers, piece.stats, *amaxes))
+
+    def quantised(self, piece: Statistics, made: tuple[Any, ...]) -> Quantised:
+        """What the cast made, with its scales."""
+        (stats, by_rows), (data, data_t, summed) = piece, made
+        by_columns = by_rows if self.scale_t == 1 else stats.select(0, self.scale_t)
+        return (data, by_rows), (data_t, by_columns), stats, summed
 
 
 class ConstantKernels(TensorKernels):
