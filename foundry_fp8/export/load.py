@@ -23,6 +23,8 @@ __all__ = ["load_fp8"]
 
 _SCALE = re.compile(r"[._](weight_scale(_inv)?|scale_inv|(input|activation|output|[kvq])_scale)$")
 _EXPERT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
+_HELD_BY = {"down_proj": ("down_proj",), "w2": ("down_proj",)}
+"""The parameter of all experts that has such a part; of others one with gate and up, or, where nothing is gated, the part's own."""
 
 
 def load_fp8(folder: str | Path, model: nn.Module) -> list[str]:
@@ -148,14 +150,15 @@ def _sources(
     stacked: dict[str, dict[str, dict[str, str]]] = {}
     renamed = renamed_by(model)
     for key in files:
-        names = [name for k in (key, renamed(key)) for name in (k, f"model.{k}", k.removeprefix("model."))]
+        spellings = key, renamed(key)
+        names = [name for k in spellings for name in (k, f"model.{k}", k.removeprefix("model."))]
         name = next((name for name in names if name in places), None)
-        expert = _EXPERT.match(key.replace(".block_sparse_moe.", ".mlp."))
-        part = "down_proj" if expert and expert[3] in ("down_proj", "w2") else "gate_up_proj"
+        experts = [m for k in spellings if (m := _EXPERT.match(k.replace(".block_sparse_moe.", ".mlp.")))]
+        held = [(m, f"{m[1]}.{part}") for m in experts for part in _HELD_BY.get(m[3], ("gate_up_proj", m[3]))]
         if name is not None:
             found[name] = key
-        elif expert and f"{expert[1]}.{part}" in places:
-            stacked.setdefault(f"{expert[1]}.{part}", {}).setdefault(expert[2], {})[expert[3]] = key
+        elif at := next(((m, whole) for m, whole in held if whole in places), None):
+            stacked.setdefault(at[1], {}).setdefault(at[0][2], {})[at[0][3]] = key
         elif not _SCALE.search(key) and not key.startswith(further):
             raise ConfigError(f"{folder}: the model has no place for {key}. Make it from config.json there.")
     for name, parts in stacked.items():  # gate_proj before up_proj, w1 before w3
