@@ -48,8 +48,8 @@ def test_three_products_of_a_linear_take_half_the_time_in_fp8(recipe):
 
 def test_the_bytes_of_a_linear_are_those_of_the_native_kernels():
     x, w, y = M * K, K * N, M * N
-    # x and the weight are read for their amax, and all to be cast; dy and x are written in two layouts, the weight twice in one.
-    amaxes = 2 * (x + w)
+    # Each is read for its amax, and to be cast; dy and x are written in two layouts, the weight twice in one.
+    amaxes = 2 * (x + w + y)
     casts = (2 + 2) * x + 2 * (2 + 1) * w + (2 + 2) * y
     products = (x + w + 2 * y) + (y + w + 2 * x) + (y + x + 2 * w)
     with FakeTensorMode():
