@@ -204,7 +204,7 @@ MUTANTS = [
     Mutant("distributed/rows.py", "seed=noise.seed() if noise and section.quantized else None", "seed=None", "distributed/test_rows.py"),
     Mutant("distributed/traffic.py", "(wait or self._events[0][2].query())", "wait", "distributed/test_traffic.py"),
     Mutant("backends/native/backend.py", "@functools.cache\ndef _watching", "def _watching", "backends/native/test_lifetime.py"),
-    Mutant("backends/native/ahead.py", " and weight._version == version", "", "backends/native/test_ahead.py"),
+    Mutant("backends/native/ahead.py", " and _state(weight) == state", "", "backends/native/test_ahead.py"),
     Mutant("backends/native/ahead.py", "weight is module.weight and ", "weight is not None and ", "backends/native/test_ahead.py"),
     Mutant("backends/native/ahead.py", " or not is_alone(member)", "", "backends/native/test_ahead.py"),
     Mutant("kernels/tensorwise.py", "pid - programs, OTHERS_MAX", "pid - programs, FMT_MAX", "kernels/test_tensorwise.py"),

@@ -359,7 +359,7 @@ def _quantize_kernel(
     _quantize_tile(
         (x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr),
         scale_ptr, slot_ptr, amax_ptr, stats_ptr, data_ptr, data_t_ptr, R, C, padded_R, padded_C, constant, gemm_constant, partial_ptr,
-        tl.program_id(0),         KIND, FMT_MAX, POWER_2, VALUE_FOR_INF, STRIDE, TILE_R, TILE_C,
+        tl.program_id(0), KIND, FMT_MAX, POWER_2, VALUE_FOR_INF, STRIDE, TILE_R, TILE_C,
     )  # fmt: skip
 
 
@@ -383,7 +383,7 @@ def _quantize_together_kernel(
         _quantize_tile(
             (x_ptr, x_stride, up_ptr, up_stride, mean_ptr, rstd_ptr, weight_ptr, bias_ptr),
             scale_ptr, slot_ptr, amax_ptr, stats_ptr, data_ptr, data_t_ptr, R, C, padded_R, padded_C, constant, gemm_constant, partial_ptr,
-            pid,             KIND, FMT_MAX, POWER_2, VALUE_FOR_INF, STRIDE, TILE_R, TILE_C,
+            pid, KIND, FMT_MAX, POWER_2, VALUE_FOR_INF, STRIDE, TILE_R, TILE_C,
         )  # fmt: skip
     else:
         pid -= programs

@@ -45,8 +45,8 @@ def ahead_of(module: FP8Linear, x: Produced) -> tuple[QuantizedWeight | None, Ah
     """
     place = weakref.ref(module)
     x.readers.append(place)
-    weight, version, ahead, index = x.made.pop(place, _NOTHING)
-    if weight is module.weight and weight._version == version and ahead.made:
+    weight, state, ahead, index = x.made.pop(place, _NOTHING)
+    if weight is module.weight and _state(weight) == state and ahead.made:
         return ahead.made[index], None
     found: list[Any] = []
     later = x.expected[x.expected.index(place) + 1 :][:OTHERS] if place in x.expected else ()
@@ -67,8 +67,12 @@ def ahead_of(module: FP8Linear, x: Produced) -> tuple[QuantizedWeight | None, Ah
         return None, None
     ahead = Ahead([weight for _, weight in found], [(None, None)] * len(found))
     for i, (reader, weight) in enumerate(found):
-        x.made[reader] = weight, weight._version, ahead, i
+        x.made[reader] = weight, _state(weight), ahead, i
     return None, ahead
 
 
-_NOTHING = None, 0, None, 0
+_NOTHING = None, None, None, 0
+
+
+def _state(weight: Tensor) -> tuple[int, int]:
+    return weight._version, weight.data_ptr()

@@ -41,6 +41,11 @@ def exchanged(block):
     block.k.weight = nn.Parameter(block.k.weight.detach() * 1.5)
 
 
+def swapped(block):
+    """Which no version counts."""
+    block.k.weight.data = block.k.weight.detach() * 1.5
+
+
 def converted_anew(block):
     block.k = copy.deepcopy(block.k)
     multiplied(block)
@@ -71,7 +76,18 @@ def frozen(block):
     block.k.weight.requires_grad_(False)
 
 
-CASES = [None, multiplied, exchanged, converted_anew, hooked, demoted, shortened, turned_round, frozen]
+CASES = [
+    None,
+    multiplied,
+    exchanged,
+    swapped,
+    converted_anew,
+    hooked,
+    demoted,
+    shortened,
+    turned_round,
+    frozen,
+]
 
 
 def run(change, recipe="current", dtype=torch.bfloat16, autocast=False, alone=None, grad=True):
