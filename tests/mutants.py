@@ -206,7 +206,7 @@ MUTANTS = [
     Mutant("backends/native/backend.py", "@functools.cache\ndef _watching", "def _watching", "backends/native/test_lifetime.py"),
     Mutant("backends/native/ahead.py", " and _state(weight) == state", "", "backends/native/test_ahead.py"),
     Mutant("backends/native/ahead.py", "weight is module.weight and ", "weight is not None and ", "backends/native/test_ahead.py"),
-    Mutant("backends/native/ahead.py", " or not is_alone(member)", "", "backends/native/test_ahead.py"),
+    Mutant("backends/native/ahead.py", " or not is_alone(reader)", "", "backends/native/test_ahead.py"),
     Mutant("kernels/tensorwise.py", "pid - programs, OTHERS_MAX", "pid - programs, FMT_MAX", "kernels/test_tensorwise.py"),
     Mutant("activations/checkpointing/apply.py", 'compression: PlannedCompression = "exact"', 'compression: PlannedCompression = "int8"', "activations/checkpointing"),
     Mutant("observe/kurtosis.py", "[1].clamp(-126, 126)", "[1].clamp(0, 0)", "observe/test_kurtosis.py"),

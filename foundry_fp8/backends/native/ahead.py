@@ -44,31 +44,33 @@ def ahead_of(module: FP8Linear, x: Produced) -> tuple[QuantizedWeight | None, Ah
     Not for delayed scaling, which counts who asks for its scales.
     """
     place = weakref.ref(module)
-    x.readers.append(place)
+    if place not in x.readers:
+        x.readers.append(place)
     weight, state, ahead, index = x.made.pop(place, _NOTHING)
     if weight is module.weight and _state(weight) == state and ahead.made:
         return ahead.made[index], None
-    found: list[Any] = []
-    later = x.expected[x.expected.index(place) + 1 :][:OTHERS] if place in x.expected else ()
-    for reader in later:
-        member: Any = reader()
-        if type(member) is not FP8Linear or type(member.weight) is not nn.Parameter or not is_alone(member):
-            continue
-        weight, alike = member.weight, member.recipe is module.recipe and member.backend is module.backend
-        fits = weight.shape == (member.out_features, x.shape[-1]) and weight.is_contiguous()
-        if (
-            alike
-            and fits
-            and weight.device == x.device
-            and member.output_multiplier == module.output_multiplier
-        ):
-            found.append((reader, weight))
+    later = x.expected[x.expected.index(place) + 1 :] if place in x.expected else ()
+    found = [one for one in later if one not in x.made and _like(one(), module, x)][
+        : OTHERS - 1
+    ]  # beside its own
     if not found:
         return None, None
-    ahead = Ahead([weight for _, weight in found], [(None, None)] * len(found))
-    for i, (reader, weight) in enumerate(found):
+    weights = [reader().weight for reader in found]  # type: ignore[union-attr]
+    ahead = Ahead(weights, [(None, None)] * len(found))
+    for i, (reader, weight) in enumerate(zip(found, weights, strict=True)):
         x.made[reader] = weight, _state(weight), ahead, i
     return None, ahead
+
+
+def _like(reader: Any, module: FP8Linear, x: Produced) -> bool:
+    """Whether the weight of ``reader`` is now what it will be quantised from, as that of ``module`` is."""
+    if type(reader) is not FP8Linear or type(reader.weight) is not nn.Parameter or not is_alone(reader):
+        return False
+    if reader.recipe is not module.recipe or reader.backend is not module.backend:
+        return False
+    weight, alike = reader.weight, reader.output_multiplier == module.output_multiplier
+    fits = weight.shape == (reader.out_features, x.shape[-1]) and weight.device == x.device
+    return alike and fits and weight.is_contiguous() and not weight.is_inference()
 
 
 _NOTHING = None, None, None, 0

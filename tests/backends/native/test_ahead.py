@@ -128,6 +128,18 @@ def test_the_bits_are_those_of_each_alone(change, device, monkeypatch):
     assert_equal(run(change), run(change, alone=monkeypatch))
 
 
+def test_a_hook_on_all_modules_is_one_of_each(device, monkeypatch):
+    def scale(module, args):
+        if getattr(module, "out_features", 0) == 32:
+            module.weight.data.mul_(1.1)
+
+    hook = nn.modules.module.register_module_forward_pre_hook(scale)
+    try:
+        assert_equal(run(None), run(None, alone=monkeypatch))
+    finally:
+        hook.remove()
+
+
 @pytest.mark.parametrize(
     "options",
     [{"recipe": "delayed"}, {"dtype": torch.float32, "autocast": True}, {"grad": False}],
@@ -165,6 +177,30 @@ def test_from_the_second_forward_on_it_is_one_launch(launched, device):
         "_quantize_kernel": 2,
     }
     assert casts == [first] + 2 * [{"_amax_together_kernel": 1, "_quantize_together_kernel": 1}]
+
+
+def test_of_many_readers_some_at_a_time(launched, device):
+    """A launch has room for three weights: its own and two more."""
+    block = Block(torch.bfloat16).train()
+    block.r, block.s, block.t = (copy.deepcopy(block.k) for _ in range(3))
+    block.order = "qkvrst"
+    foundry_fp8.apply_fp8(block, recipe="current", backend="native")
+    for _ in range(2):
+        launched.clear()
+        block(torch.ones(80, 64, dtype=torch.bfloat16))
+    assert (launched["_quantize_together_kernel"], launched["_quantize_kernel"]) == (2, 0)
+    block.k.register_forward_hook(lambda module, args, output: None)  # it takes nobody's place
+    launched.clear()
+    block(torch.ones(80, 64, dtype=torch.bfloat16))
+    assert (launched["_quantize_together_kernel"], launched["_quantize_kernel"]) == (2, 0)
+
+
+def test_weights_that_count_no_versions_are_left_alone(device):
+    with torch.inference_mode():
+        block = Block(torch.bfloat16).train()
+        foundry_fp8.apply_fp8(block, recipe="current", backend="native")
+        x = torch.ones(80, 64, dtype=torch.bfloat16)
+        assert len({float(block(x)) for _ in range(3)}) == 1
 
 
 def test_what_nobody_reads_any_more_is_quantised_once_more(launched, device):

@@ -113,6 +113,20 @@ def test_who_looks_in_between_changes_no_bit(recipe, device):
     assert found and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
+def test_hooks_of_all_modules_see_the_linears_of_an_mlp(device):
+    fused, seen = (model_of("Llama", blocks=1) for _ in range(2))
+    for model in (fused, seen):
+        foundry_fp8.apply_fp8(model, recipe="delayed", backend="native")
+    ours, found = step(fused), []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, output: found.append(module))
+    try:
+        theirs = step(seen)
+    finally:
+        hook.remove()
+    assert {model for model in seen.modules() if isinstance(model, FP8GemmLayer)} <= set(found)
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_checkpointed_blocks_give_the_same_bits_in_the_first_step_too(reentrant, device):
     plain, checkpointed = (model_of("Llama", blocks=1) for _ in range(2))
