@@ -76,17 +76,10 @@ def frozen(block):
     block.k.weight.requires_grad_(False)
 
 
+QUICK = [multiplied, exchanged, swapped, hooked, shortened, turned_round]
 CASES = [
-    None,
-    multiplied,
-    exchanged,
-    swapped,
-    converted_anew,
-    hooked,
-    demoted,
-    shortened,
-    turned_round,
-    frozen,
+    *QUICK,
+    *(pytest.param(one, marks=pytest.mark.full) for one in (None, converted_anew, demoted, frozen)),
 ]
 
 
@@ -100,7 +93,7 @@ def run(change, recipe="current", dtype=torch.bfloat16, autocast=False, alone=No
     for step in range(4):
         if step == 2 and change is hooked:
             hooked(block)
-        x = torch.linspace(-2, 2, 80 * 64).view(80, 64).sin().to(dtype).requires_grad_()
+        x = torch.linspace(-2, 2, 16 * 64).view(16, 64).sin().to(dtype).requires_grad_()
         with (
             torch.autocast("cpu", torch.bfloat16, enabled=autocast),
             torch.set_grad_enabled(grad or step > 1),
@@ -142,7 +135,11 @@ def test_a_hook_on_all_modules_is_one_of_each(device, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{"recipe": "delayed"}, {"dtype": torch.float32, "autocast": True}, {"grad": False}],
+    [
+        pytest.param({"recipe": "delayed"}, marks=pytest.mark.full),
+        pytest.param({"dtype": torch.float32, "autocast": True}, marks=pytest.mark.full),
+        {"grad": False},
+    ],
     ids=["delayed", "autocast", "without gradients"],
 )
 def test_other_recipes_and_modes(options, device, monkeypatch):
@@ -168,7 +165,7 @@ def test_from_the_second_forward_on_it_is_one_launch(launched, device):
     casts = []
     for _ in range(3):
         launched.clear()
-        block(torch.ones(80, 64, dtype=torch.bfloat16))
+        block(torch.ones(16, 64, dtype=torch.bfloat16))
         casts.append({name: count for name, count in launched.items() if "statistics" not in name})
     first = {
         "_amax_together_kernel": 1,
@@ -187,11 +184,11 @@ def test_of_many_readers_some_at_a_time(launched, device):
     foundry_fp8.apply_fp8(block, recipe="current", backend="native")
     for _ in range(2):
         launched.clear()
-        block(torch.ones(80, 64, dtype=torch.bfloat16))
+        block(torch.ones(16, 64, dtype=torch.bfloat16))
     assert (launched["_quantize_together_kernel"], launched["_quantize_kernel"]) == (2, 0)
     block.k.register_forward_hook(lambda module, args, output: None)  # it takes nobody's place
     launched.clear()
-    block(torch.ones(80, 64, dtype=torch.bfloat16))
+    block(torch.ones(16, 64, dtype=torch.bfloat16))
     assert (launched["_quantize_together_kernel"], launched["_quantize_kernel"]) == (2, 0)
 
 
@@ -199,7 +196,7 @@ def test_weights_that_count_no_versions_are_left_alone(device):
     with torch.inference_mode():
         block = Block(torch.bfloat16).train()
         foundry_fp8.apply_fp8(block, recipe="current", backend="native")
-        x = torch.ones(80, 64, dtype=torch.bfloat16)
+        x = torch.ones(16, 64, dtype=torch.bfloat16)
         assert len({float(block(x)) for _ in range(3)}) == 1
 
 
@@ -211,7 +208,7 @@ def test_what_nobody_reads_any_more_is_quantised_once_more(launched, device):
     for order in ("qkv", "qkv", "qv", "qv", "qkv"):
         block.order = order
         launched.clear()
-        block(torch.ones(80, 64, dtype=torch.bfloat16))
+        block(torch.ones(16, 64, dtype=torch.bfloat16))
         programs.append((launched["_quantize_together_kernel"], launched["_quantize_kernel"]))
     assert programs == [(1, 2), (1, 0), (1, 0), (1, 0), (1, 1)]
 
@@ -219,7 +216,7 @@ def test_what_nobody_reads_any_more_is_quantised_once_more(launched, device):
 def test_a_model_is_copied_and_pickled_between_forwards(device):
     block = Block(torch.bfloat16).train()
     foundry_fp8.apply_fp8(block, recipe="current", backend="native")
-    x = torch.ones(80, 64, dtype=torch.bfloat16)
+    x = torch.ones(16, 64, dtype=torch.bfloat16)
     wanted = block(x)
     for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
         multiplied(block)
