@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -273,6 +274,32 @@ def test_launches_of_a_llama_block(recipe, most, driver, monkeypatch):
             block.zero_grad()
         counts[name] = sum(driver.launches.values()) - driver.launches["_scaled_mm"]
     assert counts[recipe] <= most * counts["bfloat16"] / 122, (counts, driver.launches)
+
+
+class Rounded(TorchLaunches):
+    """Counts what is cast to another dtype, by its place."""
+
+    def __init__(self, seen):
+        super().__init__(seen)
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            self.counts[args[0].data_ptr()] += 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_each_weight_is_rounded_once_a_forward(driver):
+    """Float32 parameters under autocast: that of up, which the launch of gate quantises, too."""
+    pytest.importorskip("transformers")
+    from tests.kernels.llama_block import LlamaBlock
+
+    block = LlamaBlock(32).train()
+    foundry_fp8.apply_fp8(block, recipe="current", backend="native")
+    with Rounded(driver) as seen, torch.autocast("cpu", torch.bfloat16):
+        block(torch.zeros(1, 32, 32, dtype=torch.bfloat16))
+    weights = [p for p in block.parameters() if p.dim() == 2]
+    assert [seen.counts[weight.data_ptr()] for weight in weights] == [1] * 7
 
 
 def test_bytes_that_a_llama_block_moves_outside_of_its_gemms(driver, monkeypatch):

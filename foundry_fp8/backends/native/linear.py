@@ -155,7 +155,9 @@ def fprop(
         ``Y`` in the dtype of x, and what :func:`dgrad_and_wgrad` needs.
     """
     plan, probe, direct, scaling = call.plan, call.probe, unnoticed(), SCALINGS[call.plan.kind]
-    x, w = source.x, in_dtype(weight, source.x.dtype)
+    x = source.x
+    reads_w = cached is None or probe is not None or call.fprop == "high_precision"
+    w = in_dtype(weight, x.dtype) if reads_w else weight
     given = source if source.kind else x
     rows = None if shared is None else shared.get("rows")
     columns = shared.get("columns") if shared is not None and keep_x else None
