@@ -49,7 +49,7 @@ ALGORITHMS: dict[str, dict[str, Takes]] = {
         "wgrad": word("fp8", "high_precision"),
         "evaluate": word("fp8", "high_precision"),
         "fuse": either(word("auto"), FLAG),
-        "cache_weights": FLAG,
+        "cache_weights": either(word("auto"), FLAG),
         "frozen_weights": word("high_precision", "fp8"),
         "attention": either(FLAG, ATTENTION),
         "enabled": FLAG,
