@@ -18,7 +18,7 @@ _OF_ALL = (
 
 
 def watched(module: nn.Module | None) -> bool:
-    """Whether hooks want to see what goes in or out of ``module``, or of all modules; not those whose attribute ``reads_nothing`` is set."""
+    """Whether hooks of all modules, or its own, want to see what goes in or out of ``module``; not own ones that have ``reads_nothing`` set."""
     if module is None:
         return False
     if module._backward_hooks or module._backward_pre_hooks or any(_OF_ALL):

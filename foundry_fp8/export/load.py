@@ -158,7 +158,8 @@ def _sources(
         if name is not None:
             found[name] = key
         elif at := next(((m, whole) for m, whole in held if whole in places), None):
-            stacked.setdefault(at[1], {}).setdefault(at[0][2], {})[at[0][3]] = key
+            expert, whole = at
+            stacked.setdefault(whole, {}).setdefault(expert[2], {})[expert[3]] = key
         elif not _SCALE.search(key) and not key.startswith(further):
             raise ConfigError(f"{folder}: the model has no place for {key}. Make it from config.json there.")
     for name, parts in stacked.items():  # gate_proj before up_proj, w1 before w3

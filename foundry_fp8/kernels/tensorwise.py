@@ -78,6 +78,7 @@ class Measure:
         kernel = _amax_kernel if len(sources) == 1 else _amax_together_kernel
         self._launch = Launch(kernel, programs, **constants, **AS_WRITTEN)
         self._sizes = [tuple(one.x.shape) for one in checked]
+        # A pointer, a stride, an amax and two sizes of each tensor that is not there.
         self._missing = (None,) * (0 if len(sources) == 1 else 5 * (OTHERS + 1 - len(sources)))
 
     def __call__(self, *sources: tuple[tuple[Any, ...], Tensor]) -> None:
@@ -240,7 +241,7 @@ class Casts:
         self._casts, (first, *others) = casts, casts
         constants = first.constants | {"OTHERS_MAX": others[0].constants["FMT_MAX"]}
         self._launch = Launch(_quantize_together_kernel, sum(one.programs for one in casts), **constants)
-        self._missing = (None,) * (14 * (OTHERS - len(others)))
+        self._missing = (None,) * (14 * (OTHERS - len(others)))  # arguments of each tensor that is not there
 
     def __call__(self, sources: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """What each one's :meth:`Cast.__call__` returns; ``sources``: what it takes."""

@@ -7,6 +7,7 @@ a linear with hooks is left alone.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -50,9 +51,8 @@ def ahead_of(module: FP8Linear, x: Produced) -> tuple[QuantizedWeight | None, Ah
     if weight is module.weight and _state(weight) == state and ahead.made:
         return ahead.made[index], None
     later = x.expected[x.expected.index(place) + 1 :] if place in x.expected else ()
-    found = [one for one in later if one not in x.made and _like(one(), module, x)][
-        : OTHERS - 1
-    ]  # beside its own
+    fitting = (one for one in later if one not in x.made and _like(one(), module, x))
+    found = list(itertools.islice(fitting, OTHERS - 1))  # beside its own
     if not found:
         return None, None
     weights = [reader().weight for reader in found]  # type: ignore[union-attr]

@@ -162,11 +162,12 @@ def fprop(
     rows = None if shared is None else shared.get("rows")
     columns = shared.get("columns") if shared is not None and keep_x else None
     layouts = LAYOUTS[rows is None, keep_x and columns is None, False]
+    reads_x = layouts.rows or layouts.columns
     weights, states = ([w], [call.w]) if cached is None else ([], [])
     if ahead is not None and direct:
         weights += [in_dtype(one, x.dtype) for one in ahead.weights]
         states += ahead.states
-    if weights or layouts.rows or layouts.columns:
+    if weights or reads_x:
         run = pass_of("x", x, given, weights, plan, (call.x, *states), direct=direct)
         count = 1 + len(weights)
         pieces = statistics(x.device, count) if run.has_statistics else (None,) * count
@@ -175,7 +176,7 @@ def fprop(
         # Scales get no local name here: Dynamo names a graph's inputs by locals, and then finds another one for dy in backward
         # (seen with torch 2.7; test_compiles_whole_and_gives_the_same_bits shows it).
         jobs: list[Job] = []
-        if layouts.rows or layouts.columns:
+        if reads_x:
             amax = rows[2] if rows is not None and scaling.follows_amax else None
             jobs.append((0, given, pieces[0], layouts, (call.x[0], amax, call.x[1])))
         w_layouts = BOTH if keep_w else BY_ROWS
@@ -183,7 +184,7 @@ def fprop(
             amaxes = states[i][0], None, states[i][1]
             jobs.append((i + 1, one, pieces[i + 1], w_layouts, amaxes))
         made = run.quantize(jobs)
-        if layouts.rows or layouts.columns:
+        if reads_x:
             by_rows, transposed, stats, _ = made.pop(0)
             rows = (*by_rows, stats) if layouts.rows else rows
             columns = transposed if layouts.columns else columns
