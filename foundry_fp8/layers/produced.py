@@ -57,9 +57,10 @@ class Produced(Tensor):
         return self._plain is None or self._plain._version == 0
 
     def plain(self) -> Tensor:
-        """It in memory, differentiable; the same tensor at each call."""
+        """It in memory, differentiable whoever reads it first; the same tensor at each call."""
         if self._plain is None:
-            self._plain = _Write.apply(self)  # type: ignore[no-untyped-call]
+            with torch.inference_mode(False):  # and with gradients
+                self._plain = _Write.apply(self)  # type: ignore[no-untyped-call]
         return self._plain
 
     @classmethod

@@ -113,6 +113,27 @@ def test_who_looks_in_between_changes_no_bit(recipe, device):
     assert found and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_who_looks_without_gradients_takes_none_from_others(mode, device):
+    """A monitor is the first that reads a norm, a linear in high precision the second."""
+    fused, seen = (model_of("Llama", blocks=1) for _ in range(2))
+    for model in (fused, seen):
+        foundry_fp8.apply_fp8(model, recipe="current", backend="native", exclude=["*.v_proj", "*.up_proj"])
+
+    def look(module, args, output):
+        with mode():
+            found.append(output.abs().max())
+
+    found = []
+    for name, module in seen.named_modules():
+        if name.endswith("layernorm"):
+            module.register_forward_hook(look)
+    ours, theirs = step(seen), step(fused)
+    assert found
+    for n in theirs:
+        torch.testing.assert_close(ours[n], theirs[n], rtol=0, atol=0, msg=n)
+
+
 def test_hooks_of_all_modules_see_the_linears_of_an_mlp(device):
     fused, seen = (model_of("Llama", blocks=1) for _ in range(2))
     for model in (fused, seen):
