@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from foundry_fp8.distributed.traffic import average_on_gloo
 from foundry_fp8.model_structure.blocks import transformer_blocks
 from tests.combinations.hosts import FEATURES, errors, gradients, made
+from tests.combinations.wrapping import with_amaxes_of_all_ranks
 
 
 def sharded(
@@ -26,6 +27,7 @@ def sharded(
     for host in hosts:
         model, batch = made(host, recipe, "none")
         shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+        with_amaxes_of_all_ranks(model)  # as sharded ones have them
         wanted = mean_of_ranks(gradients(model, batch, dtype, dist.get_rank()), shapes)
         for number, feature in enumerate(FEATURES):
             try:
