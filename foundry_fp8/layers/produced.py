@@ -53,8 +53,10 @@ class Produced(Tensor):
 
     @property
     def unread(self) -> bool:
-        """Whether it is what :attr:`source` makes still: a write in place changes what was written."""
-        return self._plain is None or self._plain._version == 0
+        """Whether it is what :attr:`source` makes still, and not in memory, where somebody may write. Linears read it there from
+        then on, at no more bytes, and autograd adds their gradients up in the order in which they ran.
+        """
+        return self._plain is None
 
     def plain(self) -> Tensor:
         """It in memory, differentiable whoever reads it first; the same tensor at each call."""

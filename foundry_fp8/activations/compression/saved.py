@@ -105,7 +105,8 @@ class UnpackedTensor:
     @classmethod
     def of(cls, x: Tensor) -> UnpackedTensor:
         """Keep ``x`` detached: with its graph, an op's own output would hold the op that holds it."""
-        return cls(x.detach(), x._version)
+        value = x.detach()
+        return cls(value, value._version)  # not always the version of x: what is not in memory is written here
 
     @property
     def written_to(self) -> bool:

@@ -161,6 +161,19 @@ def test_checkpointed_blocks_give_the_same_bits_in_the_first_step_too(reentrant,
         assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
+def test_a_checkpointed_mlp_that_keeps_its_input_off_the_device(device):
+    plain, kept = (model_of("Llama", blocks=1) for _ in range(2))
+    for model in (plain, kept):
+        foundry_fp8.apply_fp8(model, recipe="block", backend="native")
+    foundry_fp8.apply_activation_checkpointing(
+        kept, offload=True, targets=[{"target": "*.mlp", "policy": "offload"}, {"target": "*.self_attn"}]
+    )
+    found, theirs = step(kept), step(plain)
+    ours = {n.replace("_checkpoint_wrapped_module.", ""): g for n, g in found.items()}
+    for n in theirs:
+        torch.testing.assert_close(ours[n], theirs[n], rtol=0, atol=0, msg=n)
+
+
 def test_two_forwards_before_their_backwards(device):
     """Siblings learned between a forward and its recompute must not change what the recompute saves."""
     model, plain = (model_of("Llama", blocks=1) for _ in range(2))
