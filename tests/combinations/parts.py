@@ -160,11 +160,7 @@ PARTS = {
         changed=Settings(algorithms=fp8(recipe="current", exclude=["*.1.mlp.up_proj"])),
     ),
     "fp8 with attention": Part(settings=Settings(algorithms=fp8(attention=True)), changed=DELAYED),
-    "attention added to fp8": Part(
-        settings=DELAYED,
-        changed=Settings(algorithms=fp8(attention=True)),
-        refused=refused("changed", "FP8 attention"),
-    ),
+    "attention added to fp8": Part(settings=DELAYED, changed=Settings(algorithms=fp8(attention=True))),
     "attention of its own recipe": Part(
         settings=Settings(algorithms=fp8(recipe="current", attention=OF_ITS_OWN)),
         changed=Settings(
