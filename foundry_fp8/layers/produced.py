@@ -21,6 +21,8 @@ __all__ = ["Produced", "in_memory"]
 
 _OF_ITSELF = frozenset({"__get__", "dim", "size", "numel", "stride", "ndimension", "element_size", "is_contiguous", "is_floating_point", "is_complex", "register_hook", "retain_grad", "__hash__"})  # fmt: skip
 """Functions of torch that ask a tensor for its properties, or autograd for its place, and read no element."""
+_OF_MEMORY = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag"))
+"""Properties through which somebody may write."""
 
 
 class Produced(Tensor):
@@ -69,7 +71,7 @@ class Produced(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Properties as they are; everything else reads it from memory."""
         with without_function_override():  # type: ignore[no-untyped-call]
-            if getattr(func, "__name__", "") in _OF_ITSELF:
+            if getattr(func, "__name__", "") in _OF_ITSELF and func not in _OF_MEMORY:
                 return func(*args, **(kwargs or {}))
             return func(*tree_map(in_memory, args), **tree_map(in_memory, kwargs or {}))
 

@@ -307,7 +307,8 @@ def test_what_has_no_form_is_left_and_named(device):
     assert "1 norms are not: Odd computes" in report.summary()
 
 
-def test_a_write_in_place_is_what_linears_read(device):
+@pytest.mark.parametrize("written", [lambda h: h, lambda h: h.T, lambda h: h.data, lambda h: h[:4]])
+def test_a_write_in_place_is_what_linears_read(written, device):
     class Changed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -315,7 +316,7 @@ def test_a_write_in_place_is_what_linears_read(device):
 
         def forward(self, x):
             h = self.norm(x)
-            h.mul_(2)
+            written(h).mul_(2)
             return self.proj(h)
 
     torch.manual_seed(0)
