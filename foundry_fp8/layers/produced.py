@@ -21,7 +21,9 @@ __all__ = ["Produced", "in_memory"]
 
 _OF_ITSELF = frozenset({"__get__", "dim", "size", "numel", "stride", "ndimension", "element_size", "is_contiguous", "is_floating_point", "is_complex", "register_hook", "retain_grad", "__hash__"})  # fmt: skip
 """Functions of torch that ask a tensor for its properties, or autograd for its place, and read no element."""
-_OF_MEMORY = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag"))
+_OF_MEMORY = frozenset(
+    getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")
+)
 """Properties through which somebody may write."""
 
 

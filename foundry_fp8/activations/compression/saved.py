@@ -38,6 +38,7 @@ from foundry_fp8.compat.compiled_caller import compiled_caller_waits
 from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.compat.pytree import tree_iter
 from foundry_fp8.compat.storages import storage_number
+from foundry_fp8.layers.produced import in_memory
 from foundry_fp8.numerics.packed import Packed, PackFormat
 
 __all__ = ["Compressor", "SavedBytes", "StorageRef", "UnpackedTensor", "compresses_inside", "is_parameter"]
@@ -105,8 +106,7 @@ class UnpackedTensor:
     @classmethod
     def of(cls, x: Tensor) -> UnpackedTensor:
         """Keep ``x`` detached: with its graph, an op's own output would hold the op that holds it."""
-        value = x.detach()
-        return cls(value, value._version)  # not always the version of x: what is not in memory is written here
+        return cls(x.detach(), x._version)
 
     @property
     def written_to(self) -> bool:
@@ -217,6 +217,7 @@ class Compressor:
     def pack(self, x: Tensor) -> UnpackedTensor | _Waiting | _Recomputed:
         """The pack hook."""
         number = newest_node()  # first, because looking at a view's grad_fn may make nodes
+        x = in_memory(x)
         if not self.boundary:
             self._calls[-1][1].resolve(x.grad_fn)
         if is_parameter(x):

@@ -40,6 +40,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from foundry_fp8.activations.compression.saved import StorageRef, UnpackedTensor, is_parameter
 from foundry_fp8.compat.fake_tensor import FakeTensor
 from foundry_fp8.compat.storages import storage_number
+from foundry_fp8.layers.produced import in_memory
 
 __all__ = ["MIN_BYTES", "CopyQueue", "CudaCopyQueue", "HostStore", "host_store", "moves"]
 
@@ -217,6 +218,7 @@ class HostStore:
 
         def pack(x: Tensor) -> _Handle | UnpackedTensor:
             nonlocal unit
+            x = in_memory(x)
             # A dry run's have no bytes to keep.
             if type(x) is not Tensor or x.device != self.device or not moves(x):
                 return UnpackedTensor.of(x)
