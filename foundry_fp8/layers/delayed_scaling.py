@@ -32,13 +32,7 @@ from foundry_fp8.model_structure.names import clean_name
 from foundry_fp8.numerics.quantize import FLOAT32_MAX
 from foundry_fp8.numerics.recipes import DelayedScaling
 
-__all__ = [
-    "DelayedScalingState",
-    "DelayedSlot",
-    "Pass",
-    "slots_of",
-    "states_of",
-]
+__all__ = ["DelayedScalingState", "DelayedSlot", "Pass", "slots_of", "states_of"]
 
 KEPT_PASSES = 256
 """Training forwards that may wait for their backward before the scales of the oldest are forgotten."""

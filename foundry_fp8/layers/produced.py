@@ -19,11 +19,9 @@ from foundry_fp8.compat.wrapper_tensor import without_function_override, without
 
 __all__ = ["Produced", "in_memory"]
 
-_OF_ITSELF = frozenset({"__get__", "dim", "size", "numel", "stride", "ndimension", "element_size", "is_contiguous", "is_floating_point", "is_complex", "register_hook", "retain_grad", "__hash__"})  # fmt: skip
+_OF_ITSELF = frozenset({"__get__", "dim", "size", "numel", "stride", "ndimension", "element_size", "is_contiguous", "is_floating_point", "is_complex", "register_hook", "retain_grad", "requires_grad_", "grad", "__hash__"})  # fmt: skip
 """Functions of torch that ask a tensor for its properties, or autograd for its place, and read no element."""
-_OF_MEMORY = frozenset(
-    getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")
-)
+_OF_MEMORY = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag"))  # fmt: skip
 """Properties through which somebody may write."""
 
 
@@ -39,6 +37,7 @@ class Produced(Tensor):
         made: What linears have made of it, by how: the next one that reads it makes the same.
         readers: The linears that read it so far.
         expected: Those that read its module's output the last time.
+        changed: Whether something differentiable was written to it in place.
     """
 
     source: Any
@@ -47,35 +46,50 @@ class Produced(Tensor):
     expected: Sequence[weakref.ref[Any]]
     _write: Callable[..., Tensor]
     _plain: Tensor | None
+    _versions: Sequence[int]
+    _written_by: Any
+    changed = False
 
     def __new__(cls, shape: torch.Size, source: Any, write: Callable[..., Tensor]) -> Produced:
         """Of what is to be written."""
         self: Produced = without_memory(cls, source.x, shape=shape)
         self.source, self._write, self._plain, self.made = source, write, None, {}
-        self.readers, self.expected = [], ()
+        self.readers, self.expected, self._versions = [], (), _versions(source)
         return self
 
     @property
     def unread(self) -> bool:
-        """Whether it is what :attr:`source` makes still, and not in memory, where somebody may write. Linears read it there from
-        then on, at no more bytes, and autograd adds their gradients up in the order in which they ran.
+        """Whether it is not in memory yet. From then on linears read it there too: somebody may write, and autograd adds gradients up
+        in the order in which they ran. Raises ``RuntimeError`` if it can be made no more.
         """
+        if self._plain is None and _versions(self.source) != self._versions:
+            raise RuntimeError(
+                "what a norm or an activation reads (its input, its weight) was changed in place before its output was read. Read the "
+                "output before, change a copy, or set algorithms.fp8.fuse: false."
+            )
         return self._plain is None
 
     def plain(self) -> Tensor:
         """It in memory, differentiable whoever reads it first; the same tensor at each call."""
-        if self._plain is None:
+        if self.unread:
             with torch.inference_mode(False):  # and with gradients
                 self._plain = _Write.apply(self)  # type: ignore[no-untyped-call]
-        return self._plain
+                self._written_by = self._plain.grad_fn
+        return self._plain  # type: ignore[return-value]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Properties as they are; everything else reads it from memory."""
         with without_function_override():  # type: ignore[no-untyped-call]
-            if getattr(func, "__name__", "") in _OF_ITSELF and func not in _OF_MEMORY:
+            of_itself = getattr(func, "__name__", "") in _OF_ITSELF and func not in _OF_MEMORY
+            if of_itself and not getattr(args[0], "changed", False):
                 return func(*args, **(kwargs or {}))
-            return func(*tree_map(in_memory, args), **tree_map(in_memory, kwargs or {}))
+            out = func(*tree_map(in_memory, args), **tree_map(in_memory, kwargs or {}))
+            for x in args:
+                if type(x) is Produced and x._plain is not None and x._plain.grad_fn is not x._written_by:
+                    x._written_by, x.changed = x._plain.grad_fn, True
+                    _Change.apply(x, x._plain)  # type: ignore[no-untyped-call]
+            return out
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -93,6 +107,19 @@ class _Write(torch.autograd.Function):
         return dy
 
 
+class _Change(torch.autograd.Function):
+    """Gives it the history of what was written in its place, for who reads it past Python: autograd's own functions."""
+
+    @staticmethod
+    def forward(ctx: Any, produced: Produced, plain: Tensor) -> Produced:
+        ctx.mark_dirty(produced)
+        return produced
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        return None, dy
+
+
 def in_memory(value: Any) -> Any:
     """``value``, but a :class:`Produced` written."""
     return value.plain() if type(value) is Produced else value
@@ -101,4 +128,8 @@ def in_memory(value: Any) -> Any:
 def _written(value: Any) -> Any:
     if type(value) is not Produced:
         return value
-    return value._write(*value.source).view(value.shape) if value._plain is None else value._plain.detach()
+    return value._write(*value.source).view(value.shape) if value.unread else value.plain().detach()
+
+
+def _versions(source: Sequence[Any]) -> Sequence[int]:
+    return [x._version for x in source if isinstance(x, Tensor) and not x.is_inference()]

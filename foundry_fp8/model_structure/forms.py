@@ -70,12 +70,12 @@ class MLPForm:
     Attributes:
         linears: Names of its linears in the module: gate, up, down, or up, down.
         activation: One of :data:`ACTIVATIONS`.
-        activation_module: The name of the module that computes it; empty where a function does.
+        others: The classes of its other children, in their order.
     """
 
     linears: tuple[str, ...]
     activation: str
-    activation_module: str = ""
+    others: tuple[type, ...] = ()
 
 
 def norm_form(module: nn.Module) -> NormForm | None:
@@ -172,7 +172,7 @@ def _mlp_form(
         gate, *up = (copy._modules[n](x) for n in order)  # type: ignore[misc]
         product = activation(gate) * up[0] if up else activation(gate)
         if near(copy._modules[last](product), theirs, _EXACT):  # type: ignore[misc]
-            return MLPForm((*order, last), name, next(iter(others), ""))
+            return MLPForm((*order, last), name, tuple(map(type, others.values())))
     return None
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 
 from foundry_fp8.backends.native.inputs import LinearCall, checked_dtype, is_alone, shared_input
 from foundry_fp8.backends.native.late import late
@@ -42,18 +43,19 @@ _readers: weakref.WeakKeyDictionary[nn.Module, Sequence[weakref.ref[Any]]] = wea
 def norm_forward(cls: Any, form: NormForm) -> Callable[..., Tensor]:
     """The forward of a norm of the class ``cls`` whose output is made by who reads it."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        x, *others = *args, *kwargs.values()  # a gate
         x = in_memory(x)
-        unfused: Callable[..., Tensor] = cls.forward
-        if not (self.training and _kernels_run(x)):
-            return unfused(self, x)
+        # A unit of FSDP2's own frees its weight before the output is read.
+        if others or not (self.training and _kernels_run(x)) or isinstance(self, FSDPModule):
+            return _unfused(cls, self, args, kwargs)
         dtype, parts = compute_dtype(x), [self.weight, getattr(self, "bias", None)]
         if form.low_precision:
             x, parts = x.to(dtype), [None if part is None else part.to(dtype) for part in parts]
         there = [part for part in parts if part is not None]
         alike = all(part.dtype == dtype and type(part) in (Tensor, nn.Parameter) for part in there)
         if x.dtype != dtype or not alike or x.shape[-1] != parts[0].numel():
-            return unfused(self, x)
+            return _unfused(cls, self, args, kwargs)
         with without_autocast(x.device.type):
             y: Produced = _Norm.apply(x, *parts, form)  # type: ignore[no-untyped-call]
         y.expected, _readers[self] = _readers.get(self, ()), y.readers
@@ -65,20 +67,34 @@ def norm_forward(cls: Any, form: NormForm) -> Callable[..., Tensor]:
 def mlp_forward(cls: Any, form: MLPForm) -> Callable[..., Tensor]:
     """The forward of an MLP of the class ``cls``: one node, or node by node where somebody looks in between."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        members = [self._modules[name] for name in form.linears]
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        x, *others = *args, *kwargs.values()
         given = x.source.x if type(x) is Produced else x
-        if not (self.training and _kernels_run(given)):
-            y: Tensor = cls.forward(self, x)
-            return y
+        if others or not (self.training and _kernels_run(given) and _as_shown(self, form)):
+            return _unfused(cls, self, args, kwargs)
+        members = [self._modules[name] for name in form.linears]
         fits = given.shape[-1] == members[0].in_features and given.device == members[0].weight.device
-        if fits and all(map(is_alone, members)) and not watched(self._modules.get(form.activation_module)):
+        if fits and all(map(is_alone, members)):
             with without_function_override():  # type: ignore[no-untyped-call]
                 return _mlp(x, members, form)
         gate, *up = (member(x) for member in members[:-1])
         return members[-1](_activated(gate, up[0] if up else None, form.activation))  # type: ignore[no-any-return]
 
     return forward
+
+
+def _unfused(cls: Any, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    named = {name: in_memory(x) for name, x in kwargs.items()}
+    return cls.forward(module, *map(in_memory, args), **named)  # type: ignore[no-any-return]
+
+
+def _as_shown(module: nn.Module, form: MLPForm) -> bool:
+    """Whether an MLP's children are those whose form was found, its activation is shown to nobody, and nothing is dropped."""
+    others = [
+        child for name, child in module._modules.items() if name not in form.linears and child is not None
+    ]
+    alike = tuple(map(type, others)) == form.others and all(name in module._modules for name in form.linears)
+    return alike and not any(watched(child) or getattr(child, "p", 0.0) for child in others)
 
 
 def _kernels_run(x: Tensor) -> bool:
@@ -227,7 +243,10 @@ def _mlp(x: Tensor, members: Sequence[Any], form: MLPForm) -> Tensor:
     below = reaches or any(p is not None and p.requires_grad for m in first for p in m._parameters.values())
     records = [m.enter(rows, m.weight, tokens, reaches if m in first else below) for m in members]
     gate, up = members[0].slots, members[-2].slots
-    if not (gate is None or up is None or (rows.is_cuda and torch.cuda.is_current_stream_capturing())):
+    alike = members[0].recipe is members[-2].recipe
+    if alike and not (
+        gate is None or up is None or (rows.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
         up["x"].state.join(up["x"], gate["x"])  # they quantise one tensor
     with without_autocast(x.device.type):
         calls = [LinearCall.of(m) for m in members]

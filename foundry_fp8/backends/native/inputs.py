@@ -134,6 +134,8 @@ def is_alone(member: nn.Module) -> bool:
     """Whether a linear can be computed without being called: in FP8 alone, shown to nobody, with a weight in memory."""
     if not isinstance(member, FP8Linear) or "forward" in vars(member) or watched(member):
         return False
+    if "parametrizations" in member._modules:  # computed once a call
+        return False
     if not member.runs_fp8 or member.probe is not None:
         return False
     fp8 = member.fprop == member.dgrad == member.wgrad == "fp8"

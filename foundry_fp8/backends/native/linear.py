@@ -78,16 +78,8 @@ class NativeLinear(torch.autograd.Function):
             source = Source(x if ctx.shape is None else x.reshape(-1, ctx.shape[-1]))
         keep_w &= ctx.needs_input_grad[0]
         y, saved = fprop(
-            source,
-            weight,
-            bias,
-            call,
-            cached=cached,
-            keep_x=keep_x,
-            keep_w=keep_w,
-            shared=shared,
-            ahead=ahead,
-        )
+            source, weight, bias, call, cached=cached, keep_x=keep_x, keep_w=keep_w, shared=shared, ahead=ahead,
+        )  # fmt: skip
         ctx.kept_w = (
             saved[4:] if keep_w else None
         )  # no saved tensor: who packs or recomputes those leaves it alone

@@ -142,11 +142,7 @@ def _same(kernel: str, name: str, operand: Operand, ours: Tensor, wanted: Any, p
 
 
 def _quantised(
-    source: Source,
-    operand: Operand,
-    recipe: Recipe,
-    plan: Plan,
-    layouts: Layouts,
+    source: Source, operand: Operand, recipe: Recipe, plan: Plan, layouts: Layouts
 ) -> Iterator[Result]:
     amaxes = _amaxes(recipe, source.x.device), _amaxes(recipe, source.x.device)
     layouts = layouts._replace(column_sum=operand == "dy")

@@ -35,10 +35,7 @@ def fused_head_applied(model: nn.Module, *, skip: bool) -> Iterator[FusedHead | 
 
 
 def head_seconds(
-    fused: FusedHead,
-    loss_fn: Callable[[], Tensor],
-    device: torch.device,
-    cost_model: CostModel | None,
+    fused: FusedHead, loss_fn: Callable[[], Tensor], device: torch.device, cost_model: CostModel | None
 ) -> float | None:
     """Seconds of the fused head's forward, which its backward repeats; ``None`` where it does not get its targets, and makes logits."""
     run, found = fused.run, list[float]()
