@@ -124,12 +124,12 @@ class PrecisionProbe:
             def measure(recipes: Recipes) -> PrecisionGap:
                 if not reference:
                     reference.append(self._attempt(rewind, batch, {}))
-                return self._compare(self._attempt(rewind, batch, recipes), reference[0])
+                return self._compare(self._attempt(rewind, batch, recipes, reference[0]), reference[0])
 
             yield measure
 
-    def _attempt(self, rewind: Callable[[], None], batch: Any, recipes: Recipes) -> Any:
-        """Loss and gradient sample of one pass, or the exception in it, which other ranks learn of in :meth:`_compare`."""
+    def _attempt(self, rewind: Callable[[], None], batch: Any, recipes: Recipes, before: Any = None) -> Any:
+        """Loss and gradient sample of one pass, or the exception in it; other ranks learn of it in :meth:`_compare`, and of one ``before``."""
         rewind()
         try:
             self.passes += 1
@@ -141,7 +141,7 @@ class PrecisionProbe:
                     raise TypeError(f"the loss is a {type(loss).__name__} and not a tensor of one element")
                 loss.backward()
             found: Any = float(loss.detach()), sample(self.weights)
-            self.attendance.say()
+            self.attendance.say(before if isinstance(before, Exception) else None)
         except Exception as error:
             self.attendance.say(error)
             if self._sharded and not alone():  # whose forward and backward are full of collectives

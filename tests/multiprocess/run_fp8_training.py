@@ -61,7 +61,8 @@ def case(root, out, recipe, wrapper):
         "resume_is_bit_exact": equal(full_weights(resumed), expected),
         "scales_agree": amax_state_is_the_same_on_every_rank(resumed),
         "ran_fp8": all(
-            m.ledger.flops["wgrad", "fp8"] > 0 for m in FP8State.of(whole.state.model).modules.values()
+            m.ledger.flops["wgrad", "fp4" if recipe == "nvfp4" else "fp8"] > 0
+            for m in FP8State.of(whole.state.model).modules.values()
         ),
         "wrapped": wrapper,
     }

@@ -152,7 +152,10 @@ def outlier(root, wrapper):
 
 def broken(root, when):
     trainer = run(root, "ddp", {"breaks_on_rank_1": {"when": when, "interval": 1}})
-    return {"failed": monitor(trainer, DivergenceGuard).failed, "batches": int(trainer.state.timestamp.batch)}
+    return {
+        "failed": monitor(trainer, DivergenceGuard).guard.failed,
+        "batches": int(trainer.state.timestamp.batch),
+    }
 
 
 def main():
