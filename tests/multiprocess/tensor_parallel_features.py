@@ -124,33 +124,41 @@ def exported(folder):
 
 
 def with_lora(converted_first):
-    """The largest difference of an adapter's gradient; the plan names what peft makes of a linear."""
+    """How far gradients of shards are from the whole model's, in high precision; how far either's are in FP8 from float64's."""
+    dist.init_process_group("gloo")
+    exact = gradients_with_lora(lambda model: model.double())
+    plain, plain_shards = gradients_with_lora(), gradients_with_lora(sharded=True)
+
+    def convert(model):
+        return apply_fp8(model, recipe="delayed", backend="emulated")
+
+    options = {"before" if converted_first else "after": convert}
+    one, shards = (gradients_with_lora(sharded=sharded, **options) for sharded in (False, True))
+    return max(error(plain_shards, plain).values()), error(one, exact), error(shards, exact)
+
+
+def gradients_with_lora(after=None, *, before=None, sharded=False):
+    """Of the second pass, by name; the plan names what peft makes of a linear."""
     import peft
 
     model, plan = made("llama", 0)
     names = ["q_proj", "o_proj", "up_proj", "down_proj"]
-    config = peft.LoraConfig(r=32, target_modules=names, init_lora_weights=False)
-    if converted_first:
-        apply_fp8(model, recipe="delayed", backend="emulated")
-    model = peft.get_peft_model(model, config)
-    if not converted_first:
-        apply_fp8(model, recipe="delayed", backend="emulated")
-    one = copy.deepcopy(model)
-    adapted = {name: style for name, style in plan.items() if name.endswith(tuple(names))}
-    for name, style in adapted.items():
-        side = "lora_B" if isinstance(style, ColwiseParallel) else "lora_A"
-        plan = plan | {f"{name}.base_layer": style, f"{name}.{side}.default": style}
-    dist.init_process_group("gloo")
-    split(model.base_model.model, {n: s for n, s in plan.items() if n not in adapted}, mesh())
-    gradients = []
-    for each in (one, model):
-        for _ in range(2):
-            each.zero_grad()
-            tokens = torch.arange(TOKENS).unsqueeze(0) % VOCABULARY
-            each(input_ids=tokens, labels=tokens).loss.backward()
-        trainable = ((n, p.grad) for n, p in each.named_parameters() if p.grad is not None)
-        gradients.append({n: whole(g).double() for n, g in trainable})
-    return max(error(gradients[1], gradients[0]).values()), len(gradients[0])
+    if before is not None:
+        before(model)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=32, target_modules=names, init_lora_weights=False))
+    if after is not None:
+        after(model)
+    if sharded:
+        adapted = {name: style for name, style in plan.items() if name.endswith(tuple(names))}
+        for name, style in adapted.items():
+            side = "lora_B" if isinstance(style, ColwiseParallel) else "lora_A"
+            plan = plan | {f"{name}.base_layer": style, f"{name}.{side}.default": style}
+        split(model.base_model.model, {n: s for n, s in plan.items() if n not in adapted}, mesh())
+    for _ in range(2):
+        model.zero_grad()
+        tokens = torch.arange(TOKENS).unsqueeze(0) % VOCABULARY
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    return {n: whole(p.grad).double() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def compiled(backend):

@@ -89,9 +89,11 @@ def test_export_names_the_way_out_of_shards_which_writes_the_whole_model(tmp_pat
 @pytest.mark.parametrize("converted_first", [True, False])
 def test_lora_whose_halves_the_plan_names(converted_first):
     pytest.importorskip("peft")
-    for apart, adapters in on_two_ranks(with_lora, converted_first, imports=f"{TRANSFORMERS},peft"):
-        # Sums of shards differ in a last bit, by the machine, which turns an FP8 code: 0 on one, 0.016 on another.
-        assert adapters == 16 and apart < 0.05
+    for apart, one, shards in on_two_ranks(with_lora, converted_first, imports=f"{TRANSFORMERS},peft"):
+        assert len(one) == 16 and apart < 1e-4
+        # In FP8 a last bit of a sum of shards turns codes: they are 0.016 apart, and as near to float64.
+        assert all(shards[n] <= 1.15 * one[n] for n in one), (one, shards)
+        assert sum(shards.values()) <= 1.02 * sum(one.values())
 
 
 @pytest.mark.full
